@@ -76,22 +76,44 @@ def test_time_after_the_last_gradient_and_in_waits_is_not_own_time():
     assert clock.measure_step(0.01) == 0.01
 
 
+class RecordedSteps:
+    """Steps of a rank on NCCL, by a clock that the test sets, and the calls that the flight recorder holds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 1000.0
+        self.entries: list[dict[str, float]] = []
+        self.clock = DeviceClock(lambda: json.dumps({"entries": self.entries}))
+        monkeypatch.setattr(time, "perf_counter", lambda: self.seconds)
+        monkeypatch.setattr(time, "time_ns", lambda: int(1e9 * self.seconds))
+        self.run(0.1, calls=0.01)  # the first read starts a period
+
+    def run(self, seconds: float, *, calls: float) -> float:
+        """Run a step with a call in its middle, and return the compute seconds that the clock reports."""
+        entry = {"record_id": len(self.entries), "duration_ms": 1000 * calls}
+        self.entries.append(entry | {"time_created_ns": int(1e9 * (self.seconds + seconds / 2))})
+        self.seconds += seconds
+        return self.clock.measure_step(seconds)
+
+
 def test_durations_of_calls_on_a_device_are_not_own_time(monkeypatch):
-    entries = [{"record_id": 0, "duration_ms": 1.0}]
-    clock = DeviceClock(lambda: json.dumps({"entries": entries}))
-    current_time = 1000.0
-    monkeypatch.setattr(time, "perf_counter", lambda: current_time)
-    assert clock.measure_step(0.5) == 0.0
+    steps = RecordedSteps(monkeypatch)
     for step in range(1, 11):
-        entries.append({"record_id": step, "duration_ms": 200.0})
-        current_time += READ_INTERVAL_SECONDS / 10 + 1e-6
-        compute_seconds = clock.measure_step(0.5)
+        compute_seconds = steps.run(READ_INTERVAL_SECONDS / 10 + 1e-6, calls=0.2)
         assert (compute_seconds > 0) == (step == 10)
     assert compute_seconds == pytest.approx(0.3, abs=1e-3)
     # Calls that the recorder has dropped make the period unknown, so the last value stays.
-    entries[:] = [{"record_id": 5000, "duration_ms": 1.0}]
-    current_time += 2 * READ_INTERVAL_SECONDS
-    assert clock.measure_step(0.5) == compute_seconds
+    steps.entries[:] = [{"record_id": 5000, "duration_ms": 1.0, "time_created_ns": int(1e9 * steps.seconds)}]
+    steps.seconds += 2 * READ_INTERVAL_SECONDS
+    assert steps.clock.measure_step(0.5) == compute_seconds
+
+
+@pytest.mark.parametrize("calls_in_save", [0.1, 3.9])
+def test_a_save_in_a_period_does_not_count_as_own_time(monkeypatch, calls_in_save):
+    steps = RecordedSteps(monkeypatch)
+    for _ in range(5):
+        steps.run(0.4, calls=0.1)
+    steps.run(4.0, calls=calls_in_save)
+    assert steps.run(0.4, calls=0.1) == pytest.approx(0.3)
 
 
 def test_the_callback_of_hugging_face_trainer_reports_steps_and_losses(launched, capsys):

@@ -72,6 +72,7 @@ def make(folder: Path) -> Path:
 
 
 START_LINE = "ready to train "  # begins the line that a rank logs before its first step
+FIRST_STEP_LINE = "first step complete "  # begins the line that a rank logs after its first step
 
 
 class Launched:
@@ -147,12 +148,21 @@ class Launched:
 
     def read_starts(self) -> dict[str, str]:
         """Return by rank the newest line of its log that divides the seconds of its start."""
-        starts = {}
+        return {rank: lines[-1] for rank, lines in self._read_log_lines(START_LINE).items()}
+
+    def read_first_steps(self) -> dict[str, list[str]]:
+        """Return by rank a line per start, which has the seconds of the first step."""
+        return self._read_log_lines(FIRST_STEP_LINE)
+
+    def _read_log_lines(self, beginning: str) -> dict[str, list[str]]:
+        """Return by rank what follows `beginning` in the lines of its log that contain it."""
+        lines_by_rank = {}
         for file in sorted((self.run / "logs").glob("rank-*.log")):
-            lines = [line for line in file.read_text(errors="replace").splitlines() if START_LINE in line]
-            if lines:
-                starts[file.stem.removeprefix("rank-")] = lines[-1].partition(START_LINE)[2]
-        return starts
+            lines = file.read_text(errors="replace").splitlines()
+            matches = [line.partition(beginning)[2] for line in lines if beginning in line]
+            if matches:
+                lines_by_rank[file.stem.removeprefix("rank-")] = matches
+        return lines_by_rank
 
     def over(self) -> bool:
         """Return whether the job has ended, so that no more events come."""

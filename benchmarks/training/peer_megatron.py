@@ -163,7 +163,23 @@ def shape_of(job: PeerJob) -> Any:
         recompute_method="uniform" if job.recompute == "full" else None,
         recompute_num_layers=1 if job.recompute == "full" else None,
     )
-    return TransformerConfig(**settings | job.settings)
+    return TransformerConfig(**settings | read_settings(job))
+
+
+def read_settings(job: PeerJob) -> dict[str, Any]:
+    """Return the job's settings with `attention_backend` as Megatron's enumeration, from its name such as "flash".
+
+    Megatron checks the environment variables of TransformerEngine's attention against the setting, and sets them. So
+    those of an earlier model in this process are removed.
+    """
+    from megatron.core.transformer.enums import AttnBackend
+
+    for kind in ("FLASH", "FUSED", "UNFUSED"):
+        os.environ.pop(f"NVTE_{kind}_ATTN", None)
+    settings: dict[str, Any] = dict(job.settings)
+    if "attention_backend" in settings:
+        settings["attention_backend"] = AttnBackend[settings["attention_backend"]]
+    return settings
 
 
 def chunks_of(job: PeerJob, config: Any, spec: Any, data: int, device: torch.device) -> list[Any]:

@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from megascale.config import Config
 from megascale.errors import ConfigError, MegascaleError
 
+ATTENTION_KINDS = ("auto", "flash", "fused")  # values of Megatron-Core's attention_backend
 GRAPH_KINDS = ("none", "local", "full_iteration")  # values of Megatron-Core's cuda_graph_impl that take effect here
 
 
@@ -48,13 +49,16 @@ class PeerRun(BaseModel):
 
     @field_validator("settings")
     @classmethod
-    def _check_graphs(cls, settings: dict[str, Any]) -> dict[str, Any]:
+    def _check_kinds(cls, settings: dict[str, Any]) -> dict[str, Any]:
         kind = settings.get("cuda_graph_impl", "none")
         if kind not in GRAPH_KINDS:
             raise ValueError(
                 f"cuda_graph_impl={kind!r} is captured by Megatron-LM's training script, which does not run here; "
                 f"use one of {', '.join(GRAPH_KINDS)}"
             )
+        backend = settings.get("attention_backend", "auto")
+        if backend not in ATTENTION_KINDS:
+            raise ValueError(f"attention_backend={backend!r} is unknown; use one of {', '.join(ATTENTION_KINDS)}")
         return settings
 
 

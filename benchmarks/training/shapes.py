@@ -76,6 +76,9 @@ def shapes(
         False, "--fresh", help="Start new processes for each shape, so that no shape is affected by earlier ones."
     ),
     gemm_seconds: float = typer.Option(2.0, min=0.1, help="Duration of the sustained GEMMs before and after a shape."),
+    profile: Path | None = typer.Option(
+        None, help="Folder: trace a further step of each shape of ours, with a table of its kernels in SHAPE.txt."
+    ),
     check: bool = typer.Option(False, "--check", help="Print layout and planned memory of each shape, and stop."),
     out: Path = typer.Option(Path("bench-shapes.json"), help="JSON file, written after each shape."),
 ) -> None:
@@ -97,7 +100,9 @@ def shapes(
 
     tasks = list_tasks(load_shapes(file), trainer, only)
     if launcher.is_launched_rank():
-        raise typer.Exit(run_tasks(tasks, out, device=device, gemm_seconds=gemm_seconds, fresh=fresh))
+        raise typer.Exit(
+            run_tasks(tasks, out, device=device, gemm_seconds=gemm_seconds, fresh=fresh, profile_folder=profile)
+        )
     import torch
 
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
@@ -183,11 +188,20 @@ def launch_tasks(tasks: Sequence[Task], configs: Sequence[Config], rows: RowFile
             raise TrainingError(f"the processes ended with exit code {code} before a shape began; see the lines above")
 
 
-def run_tasks(tasks: Sequence[Task], out: Path, *, device: str | None, gemm_seconds: float, fresh: bool) -> int:
+def run_tasks(
+    tasks: Sequence[Task],
+    out: Path,
+    *,
+    device: str | None,
+    gemm_seconds: float,
+    fresh: bool,
+    profile_folder: Path | None = None,
+) -> int:
     """Measure the tasks of this launch in one rank, and return the exit code of the process.
 
     Args:
         fresh: whether the processes end after one task.
+        profile_folder: folder for tables of kernels, or None.
     """
     from benchmarks.harness.rank_series import EXIT_LOST, RankSeries
 
@@ -197,7 +211,9 @@ def run_tasks(tasks: Sequence[Task], out: Path, *, device: str | None, gemm_seco
     for number in series.items:
         task = tasks[number]
         if series.decide(number, read_remaining_seconds() > 0):
-            row = measure_task(series, number, task, device=device, gemm_seconds=gemm_seconds)
+            row = measure_task(
+                series, number, task, device=device, gemm_seconds=gemm_seconds, profile_folder=profile_folder
+            )
             row["earlier_shapes"] = number - series.items[0]
             row["threads"] = count_threads()
         else:
@@ -223,7 +239,13 @@ def read_remaining_seconds() -> float:
 
 
 def measure_task(
-    series: RankSeries, number: int, task: Task, *, device: str | None, gemm_seconds: float
+    series: RankSeries,
+    number: int,
+    task: Task,
+    *,
+    device: str | None,
+    gemm_seconds: float,
+    profile_folder: Path | None = None,
 ) -> dict[str, Any]:
     """Measure a task on all ranks and return its row. Collective."""
     start = time.monotonic()
@@ -231,7 +253,14 @@ def measure_task(
 
     def measure(item: Item) -> dict[str, Any] | None:
         if task.peer is None:
-            return measure_ours(task.shape, config, item, suffix=series.name_suffix(number), gemm_seconds=gemm_seconds)
+            return measure_ours(
+                task.shape,
+                config,
+                item,
+                suffix=series.name_suffix(number),
+                gemm_seconds=gemm_seconds,
+                profile_folder=profile_folder,
+            )
         from benchmarks.training.peer_shape import measure_peer
 
         return measure_peer(task.shape, task.peer, config=config, item=item, gemm_seconds=gemm_seconds)
@@ -252,12 +281,21 @@ def measure_task(
 
 
 def measure_ours(
-    shape: Shape, config: Config, item: Item, *, suffix: str, gemm_seconds: float
+    shape: Shape,
+    config: Config,
+    item: Item,
+    *,
+    suffix: str,
+    gemm_seconds: float,
+    profile_folder: Path | None = None,
 ) -> dict[str, Any] | None:
     """Measure a shape with our trainer; return the figures on rank 0, None on other ranks."""
     from megascale.bench.measured_steps import join_groups, measure_steps
     from megascale.rendezvous.groups import abort, shutdown
 
+    profile: Path | None = None
+    if profile_folder is not None:
+        profile = profile_folder / f"{shape.name.replace('/', '-')}.json"
     item.set_address()
     rank_info, groups = join_groups(config, name_suffix=suffix)
     if groups is not None:
@@ -272,6 +310,7 @@ def measure_ours(
         even_experts=shape.even_experts,
         gemm_seconds=gemm_seconds,
         host_steps=0,
+        profile=profile,
     )
 
 

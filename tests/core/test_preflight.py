@@ -245,6 +245,23 @@ def test_forked_trainers_share_what_their_server_imported():
     check_host(lay_out(config, nodes.world), nodes, replace(SMALL, memory=4 * GIB), lambda folder: ROOM)
 
 
+def test_standby_processes_take_memory_of_host_and_gpu():
+    """Their contexts take 1 GiB of each GPU, and each process of a rank has a second one."""
+    arguments = ["--model.preset=gpt2-124m", "--train.micro_batch=1", "--checkpoint.background=false"]
+    standby = "--resilience.standby_processes=true"
+    share = HostShare(8, 0, 8, nodes=1, uses_gpus=True)
+    gpu = replace(SMALL, memory=64 * GIB, gpu_memory=80 * GIB)
+    assert run([*arguments, standby], share, gpu) == []
+    tight_host = replace(gpu, memory=6 * GIB)
+    assert run(arguments, share, tight_host) == []
+    assert "this host has too little memory" in refused(*arguments, standby, share=share, capacity=tight_host)
+    text = refused(*arguments, share=share, capacity=replace(gpu, gpu_memory=GIB))
+    needed = float(text.partition("the fullest rank needs ")[2].partition(" GiB")[0])
+    tight_gpu = replace(gpu, gpu_memory=int((needed + 0.5) * GIB))
+    assert run(arguments, share, tight_gpu) == []
+    assert "of GPU memory" in refused(*arguments, standby, share=share, capacity=tight_gpu)
+
+
 def test_other_commands_that_start_processes_by_the_number():
     check_processes("--workers", 100, 30 << 20, SMALL)
     with pytest.raises(FitError, match=r"--workers=1000 processes need 29.3 GiB at least .* ask for 785 or fewer"):

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from megascale import config as configuration
 from megascale import torch_private
 from megascale.checkpoint.object_collectives import forget_groups
+from megascale.core.group_names import make_attempt_suffix
 from megascale.core.layout import lay_out
+from megascale.optim.update_hold import UpdateHold
 from megascale.rendezvous.group_sockets import cut_connections, list_new_sockets, list_sockets
 from megascale.rendezvous.groups import make_groups
 from megascale.train.engine import Engine
@@ -81,7 +83,12 @@ def train_through_failure(
     config = configuration.from_tree(tree)
     layout = lay_out(config, world)
     groups = make_groups(
-        layout.grid, rank, chunk_map=layout.chunk_map, tied=config.model.tied_embeddings, timeout=LIMIT
+        layout.grid,
+        rank,
+        chunk_map=layout.chunk_map,
+        tied=config.model.tied_embeddings,
+        timeout=LIMIT,
+        name_suffix=make_attempt_suffix(2),
     )
     engine.rejoin(groups, {})
     check = _check_replays(engine, rank) if replays else None
@@ -161,3 +168,55 @@ def assert_same(expected: Sequence[RankReport], result: Sequence[RankReport]) ->
         for ours, theirs in zip(broken.state, calm.state, strict=True):
             assert ours.name == theirs.name
             assert np.array_equal(ours.values, theirs.values), ours.name
+
+
+HELD_STEP = 2
+
+
+def train_to_held_step(rank: int, world: int, tree: dict[str, Any]) -> tuple[int, float, list[bool], float]:
+    """Train until rank 0 holds back a step, of which all ranks take part. Return what came of the step.
+
+    Returns:
+        (complete step, requests of the held step, whether each tensor of the state is as before, norm of the next
+        step).
+    """
+    engine = make_engine(rank, world, tree)
+    hold = UpdateHold(engine.device)
+    engine.hold_updates(hold)
+    engine.set_start_step(0)
+    report = RankReport()
+    results: list[Any] = []
+    make_result = engine._make_result
+
+    def keep_result(*arguments: Any) -> Any:
+        results.append(make_result(*arguments))
+        return results[-1]
+
+    engine._make_result = keep_result  # type: ignore[method-assign]
+    for step in range(1, HELD_STEP):
+        run_step(engine, step, report)
+    engine.synchronize()
+    before = state_of(engine)
+    if rank == 0:
+        hold.request()
+    run_step(engine, HELD_STEP, report)
+    engine.synchronize()
+    is_equal = [np.array_equal(old.values, new.values) for old, new in zip(before, state_of(engine), strict=True)]
+    complete_step = engine.find_complete_step()
+    hold.release()
+    run_step(engine, HELD_STEP, report)
+    return complete_step, float(results[HELD_STEP - 1].hold_sum), is_equal, float(results[HELD_STEP].hold_sum)
+
+
+@pytest.mark.parametrize("name", ["data, ZeRO-1", "tensor x pipeline x data"])
+def test_an_update_that_one_rank_holds_back_changes_no_rank(name: str, pool):
+    """The rank's gradients may be wrong, and its peers have received what follows from them."""
+    chosen, _ = CASES[name]
+    for complete_step, request_sum, is_equal, next_request_sum in pool.run(
+        train_to_held_step, chosen.world, chosen.tree
+    ):
+        assert complete_step == HELD_STEP - 1
+        assert request_sum == 1
+        assert is_equal
+        assert all(is_equal)
+        assert next_request_sum == 0

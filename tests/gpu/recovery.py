@@ -12,6 +12,13 @@ in the memory of both nodes. It has half of the preset's layers, or fewer if GPU
                the state comes from the other node's copies
     lost-node  the same, and the machine does not come back: --resilience.spares=1, on GPUs of its own
 
+`--job` runs several jobs at the same time on one host, each on GPUs of its own, with a process of this script, a folder
+and a file of its own. Its text has the kind of kill, the GPUs and any settings:
+
+    python -m tests.gpu.recovery --job "rank 0,1 --resilience.nodes=1" --job "node 2,3" --kills 1 --out recovery.json
+
+Each job prints its table and a line of JSON per recovery, and writes recovery-rank.json or recovery-node.json.
+
 `--keep-seconds 10 0` compares: one job per value of resilience.keep_seconds, each with its share of --seconds and a
 file of its own (recovery-keep-10.json). `--logs FOLDER` collects the ends of all logs, the driver's events, and where
 ranks stood if a recovery did not end.
@@ -29,6 +36,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
+import shlex
 import signal
 import statistics
 import subprocess
@@ -40,9 +49,10 @@ from dataclasses import replace
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 from benchmarks.harness.launched import Launched, Steps, phases
+from megascale.core.gpus import visible_gpu_names
 from megascale.core.layout import lay_out
 from megascale.core.recovery_record import PHASES, RecoveryRecord, format_numbers
 from megascale.core.status import read_status
@@ -53,6 +63,7 @@ ENDING = 20.0  # kept for the job's end
 FIRST_KILL = 30.0  # seconds that must remain for the first kill and its recovery; later kills go by those measured
 FRAMES = 4  # of a stack, the innermost
 STEPS = 2  # between a recovery and the next kill
+FIRST_STEP_SECONDS = 10.0  # from the first step's report until ranks have logged its results
 MEASURED_STEPS = 8  # before a kill
 HOST, GPU = 0.85, 3 * 2**30  # of the host's memory and beyond a GPU's tensors, what a job may not count on
 KINDS = {"rank": "kill-rank", "node": "kill-agent", "lost-node": "kill-node"}
@@ -102,7 +113,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("recovery.json"))
     parser.add_argument("--keep-seconds", nargs="+", type=float, default=[], help="compare these values")
     parser.add_argument("--logs", type=Path, help="folder for the ends of logs and for where ranks stood")
+    parser.add_argument("--job", action="append", type=read_job, help="KIND GPUS SETTINGS of a job; jobs run together")
     inputs, settings = parser.parse_known_args(arguments)
+    if inputs.job:
+        return run_together(inputs, settings)
     settings = [f"--model.preset={inputs.preset}"] + settings
     if not inputs.keep_seconds:
         return measure(inputs, settings)
@@ -121,6 +135,89 @@ def main(arguments: list[str] | None = None) -> int:
             print(error, flush=True)
             codes.append(1)
     return max(codes)
+
+
+class ConcurrentJob(NamedTuple):
+    """One of several jobs on this host.
+
+    Attributes:
+        kind: kind of kill, a key of KINDS.
+        gpus: indices among the GPUs that this process sees; none: the job uses no GPU.
+        settings: settings of this job only.
+    """
+
+    kind: str
+    gpus: tuple[int, ...]
+    settings: tuple[str, ...]
+
+
+def read_job(text: str) -> ConcurrentJob:
+    """Return the job that a text describes. Raises ArgumentTypeError if the text is wrong."""
+    words = shlex.split(text)
+    if len(words) < 2 or words[0] not in KINDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KIND GPUS SETTINGS with a kind of {', '.join(KINDS)}")
+    gpus = () if words[1] == "none" else words[1].split(",")
+    if not all(gpu.isdecimal() for gpu in gpus):
+        raise argparse.ArgumentTypeError(f"{text!r}: write the indices of GPUs as 0,1 or write none")
+    return ConcurrentJob(words[0], tuple(int(gpu) for gpu in gpus), tuple(words[2:]))
+
+
+def make_job_command(job: ConcurrentJob, inputs: argparse.Namespace, settings: list[str]) -> list[str]:
+    """Return the command of this script that measures one of several jobs.
+
+    Args:
+        settings: settings of all jobs.
+    """
+    command = [sys.executable, "-m", "tests.gpu.recovery", "--preset", inputs.preset, "--kind", job.kind]
+    command += ["--kills", str(inputs.kills), "--seconds", f"{inputs.seconds:g}"]
+    command += ["--out", str(inputs.out.with_name(f"{inputs.out.stem}-{job.kind}{inputs.out.suffix}"))]
+    if inputs.layers:
+        command += ["--layers", str(inputs.layers)]
+    if inputs.logs:
+        command += ["--logs", str(inputs.logs / job.kind)]
+    return command + settings + list(job.settings)
+
+
+def make_job_environment(job: ConcurrentJob) -> dict[str, str]:
+    """Return the environment of a job, which sees its own GPUs only."""
+    names = visible_gpu_names(max(job.gpus, default=-1) + 1)
+    if job.gpus and max(job.gpus) >= len(names):
+        sys.exit(f"--job={job.kind} names GPU {max(job.gpus)}, and CUDA_VISIBLE_DEVICES has {len(names)} GPUs")
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in job.gpus)}
+
+
+def run_together(inputs: argparse.Namespace, settings: list[str]) -> int:
+    """Measure several jobs at the same time, and return the highest exit code of their processes."""
+    kinds = [job.kind for job in inputs.job]
+    gpus = [gpu for job in inputs.job for gpu in job.gpus]
+    if len(set(kinds)) < len(kinds) or len(set(gpus)) < len(gpus):
+        sys.exit("each --job needs a kind and GPUs that no other --job has")
+    processes, readers = [], []
+    try:
+        for job in inputs.job:
+            process = subprocess.Popen(
+                make_job_command(job, inputs, settings),
+                env=make_job_environment(job),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            processes.append(process)
+            readers.append(threading.Thread(target=_print_lines, args=(job.kind, process.stdout)))
+            readers[-1].start()
+        return max(process.wait() for process in processes)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)  # it ends its job
+        for reader in readers:
+            reader.join()
+
+
+def _print_lines(kind: str, lines: IO[str]) -> None:
+    """Print the lines of a job as they come, each with the job's kind."""
+    for line in lines:
+        print(f"{kind:<9} | {line.rstrip()}", flush=True)
 
 
 def measure(inputs: argparse.Namespace, settings: list[str]) -> int:
@@ -269,6 +366,8 @@ def describe(row: dict[str, Any]) -> str:
         text += f"; DOUBT rank {rank}: {reason}"
     for rank, line in row.get("ready", {}).items():
         text += f"\n  rank {rank}: ready {line}"
+    for rank, line in row.get("first_steps", {}).items():
+        text += f"\n  rank {rank}: first step complete {line}"
     return text
 
 
@@ -336,6 +435,7 @@ def kill(job: Launched, kind: str, deadline: float, kills: list[float]) -> dict[
     ranks = sorted(int(path.stem.partition("-")[2]) for path in (job.run / "status").glob("rank-*.calls"))
     node = next(e for e in reversed(events) if e.kind == "attempt_started").nodes[-1]
     step_seconds = measure_steps(job)
+    first_steps = job.read_first_steps()
     with Steps(job) as steps, Stacks(job.run) as stacks:
         injected = time.time()
         kills.append(injected)
@@ -366,6 +466,7 @@ def kill(job: Launched, kind: str, deadline: float, kills: list[float]) -> dict[
     row["step_seconds"] = step_seconds
     row["actions"] = [e.action for e in fresh if e.kind == "recovery_action"]
     row["ready"] = job.read_starts()
+    row["first_steps"] = await_first_steps(job, first_steps, deadline)
     resumed = next((e for e in reversed(job.trainer_events()) if e["event"] == "resumed"), {})
     row |= {key: resumed.get(key) for key in ("loaded_from", "load_seconds", "read_bytes", "sent_bytes")}
     row["stacks"] = stacks.since(injected)
@@ -373,6 +474,21 @@ def kill(job: Launched, kind: str, deadline: float, kills: list[float]) -> dict[
     if repeated is None:
         row["failed"] = "no new step: " + end_of(job)
     return row
+
+
+def await_first_steps(job: Launched, earlier: dict[str, list[str]], deadline: float) -> dict[str, str]:
+    """Return the seconds of the first step by rank, once all ranks have logged them, at most FIRST_STEP_SECONDS later.
+
+    Args:
+        earlier: lines of earlier starts, as `Launched.read_first_steps` returns them.
+    """
+    deadline = min(deadline, time.monotonic() + FIRST_STEP_SECONDS)
+    while True:
+        lines = job.read_first_steps()
+        fresh = {rank: logged[-1] for rank, logged in lines.items() if len(logged) > len(earlier.get(rank, []))}
+        if len(fresh) >= len(earlier) or time.monotonic() > deadline or job.over():
+            return fresh
+        time.sleep(0.02)
 
 
 def measure_steps(job: Launched) -> float | None:
@@ -524,6 +640,13 @@ def fitting(file: Path, settings: list[str]) -> int:
     sys.exit(f"not one layer fits: {why}")
 
 
+def summarise_kill(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the waterfall of one recovery with what explains it, as it is printed."""
+    names = ("kind", "number", "layers", "lost", "kept", "standing", "loaded_from", "load_seconds", "step_seconds")
+    summary = {name: row.get(name) for name in (*names, "ready", "first_steps")}
+    return {"waterfall": {name: round(seconds, 3) for name, seconds in row["waterfall"].items()}, **summary}
+
+
 def machine() -> str:
     """GPUs, torch and Python, as a line."""
     import platform
@@ -576,6 +699,8 @@ def show(record: dict[str, Any]) -> None:
     details = f"{record['date']}, {record['machine']}, {record['layers']} layers"
     console.print(f"{' '.join(record['settings'])}; {details}; launch to first step {starts} s", soft_wrap=True)
     console.print(table)
+    for row in record["kills"]:
+        print(json.dumps(summarise_kill(row)))
     for row in record["kills"]:
         for rank, reason in row["doubts"].items():
             console.print(f"{row['kind']} {row['number'] + 1}: rank {rank} was replaced: {reason}", soft_wrap=True)

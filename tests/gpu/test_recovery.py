@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO
@@ -53,6 +55,8 @@ def test_a_rank_and_a_node_are_killed_and_timed_by_phase_and_what_is_there_is_ke
         assert row["total"] == pytest.approx(row["detect"] + row["stop"] + row["load"] + row["step"])
         assert row["lost"] <= 2
         assert row["step_seconds"] > 0
+        assert sorted(row["first_steps"]) == ["0", "1"]
+        assert all(", queued after " in line for line in row["first_steps"].values())
     output = capsys.readouterr().out
     assert "seconds of" in output
     assert "missing" not in output
@@ -86,3 +90,47 @@ def test_as_many_layers_as_the_machine_holds(tmp_path, monkeypatch):
     assert layers(1000, 70) < 20
     with pytest.raises(SystemExit, match="not one layer fits"):
         layers(8, 139)
+
+
+def test_jobs_of_one_call_have_gpus_settings_and_files_of_their_own(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d")
+    jobs = [recovery.read_job("rank 0,1 --resilience.nodes=1"), recovery.read_job("node 2,3")]
+    visible = [recovery.make_job_environment(job)["CUDA_VISIBLE_DEVICES"] for job in jobs]
+    assert visible == ["GPU-a,GPU-b", "GPU-c,GPU-d"]
+    inputs = SimpleNamespace(
+        preset="tiny", kills=1, seconds=60.0, out=tmp_path / "recovery.json", layers=14, logs=tmp_path / "logs"
+    )
+    commands = [recovery.make_job_command(job, inputs, ["--train.micro_batch=1"]) for job in jobs]
+    for command, kind in zip(commands, ("rank", "node"), strict=True):
+        assert command[command.index("--kind") + 1] == kind
+        assert command[command.index("--out") + 1] == str(tmp_path / f"recovery-{kind}.json")
+        assert command[command.index("--logs") + 1] == str(tmp_path / "logs" / kind)
+        assert "--train.micro_batch=1" in command
+    assert [command[-1] for command in commands] == ["--resilience.nodes=1", "--train.micro_batch=1"]
+    with pytest.raises(SystemExit, match="names GPU 4, and CUDA_VISIBLE_DEVICES has 4 GPUs"):
+        recovery.make_job_environment(recovery.read_job("rank 3,4"))
+    for text in ("rank", "disk 0,1", "rank 0;1"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            recovery.read_job(text)
+
+
+@pytest.mark.parametrize("second", ["node 1,2", "rank 2,3"])
+def test_jobs_of_one_call_share_no_gpu_and_no_file(second: str, tmp_path):
+    arguments = ["--job", "rank 0,1", "--job", second, f"--out={tmp_path / 'recovery.json'}"]
+    with pytest.raises(SystemExit, match="that no other --job has"):
+        recovery.main(arguments)
+
+
+def test_jobs_of_one_call_run_at_the_same_time(monkeypatch, capsys, tmp_path):
+    """Each waits for the other, and their lines are printed as they come."""
+    script = "import pathlib, sys, time\nown_file, other_file = map(pathlib.Path, sys.argv[1:3])\nown_file.touch()\n"
+    script += "print('began', flush=True)\nwhile not other_file.exists(): time.sleep(0.01)\nsys.exit(int(sys.argv[3]))"
+
+    def make_command(job: recovery.ConcurrentJob, *_: object) -> list[str]:
+        other = {"rank": "node", "node": "rank"}[job.kind]
+        code = "1" if job.kind == "node" else "0"
+        return [sys.executable, "-c", script, str(tmp_path / job.kind), str(tmp_path / other), code]
+
+    monkeypatch.setattr(recovery, "make_job_command", make_command)
+    assert recovery.main(["--job", "rank none", "--job", "node none"]) == 1
+    assert sorted(capsys.readouterr().out.splitlines()) == ["node      | began", "rank      | began"]

@@ -17,7 +17,7 @@ from megascale.core.exit_record import ExitKind, find_exit_record
 from megascale.data.loader.host_loader import _measure_work
 from megascale.errors import TrainingError
 from megascale.parallel import peer_watch
-from megascale.parallel.peer_watch import Member, PeerWatch, _has_ended, describe_process, make_page
+from megascale.parallel.peer_watch import Member, PeerWatch, describe_process, has_ended, make_page
 
 SECONDS = 20.0  # far above what a loaded machine needs
 
@@ -196,10 +196,10 @@ def test_a_process_whose_name_is_not_unicode_is_read():
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"named\n"
-        assert not _has_ended(process.pid)
+        assert not has_ended(process.pid)
         assert _measure_work(process.pid) >= 0
         process.communicate(b"\n")
-    assert _has_ended(process.pid)
+    assert has_ended(process.pid)
 
 
 def test_a_rank_that_leaves_its_attempt_releases_waits_until_its_process_parks(peer, page):
@@ -221,6 +221,57 @@ def test_a_rank_that_leaves_its_attempt_releases_waits_until_its_process_parks(p
     assert Path(page).read_bytes()[0] == 0  # peers do not take the failure for a planned end
     peer_watch.release_all("a later attempt")  # a stopped watch has no pipe to write to
     peer_watch.stop_all(pytest.fail)
+
+
+LEAVING = """
+import sys, threading, time
+from megascale.parallel import peer_watch
+peer_watch._RAISE_SECONDS = 0.05
+released = [threading.Event() for _ in range(20)]
+pending = iter(released)
+release = lambda: next(pending, released[-1]).set()
+local = peer_watch.describe_process(0)
+members = [local, peer_watch.Member(1, int(sys.argv[1]), local.namespace)]
+watch = peer_watch.PeerWatch(0, members, sys.argv[2], release, lambda: 0, lambda: True, timeout=60.0)
+if sys.argv[3] == "after a failure":
+    watch._fail("rank 1 has ended")
+peer_watch.release_all("this rank leaves the attempt")
+ends = watch._is_closing.wait(1.0)  # twenty times the limit; the process would have ended
+peer_watch.stop_all(lambda: None)
+print("parked", flush=True)
+"""
+
+
+@pytest.mark.parametrize("case", ["on an order", "after a failure"])
+def test_a_process_that_leaves_its_attempt_may_take_longer_than_one_that_does_not_know(case, peer, page):
+    """It copies state to memory meanwhile. The agent limits the time that this takes."""
+    command = [sys.executable, "-c", LEAVING, str(peer.process.pid), page, case]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "parked\n", "")
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_updates_are_held_before_waits_are_released(is_late, peer, page):
+    """Work that follows a released wait has wrong values, which must not reach the optimizer's state."""
+    waits = Waits()
+    watch = watch_peer(peer, page, waits)
+    order: list[str] = []
+
+    def release() -> None:
+        order.append("release")
+        waits.release()
+
+    watch._release = release
+    if not is_late:
+        watch.call_on_failure(lambda: order.append("hold"))
+    peer.kill()
+    assert waits.released.wait(SECONDS)
+    if is_late:  # an engine is made while a peer dies, and has run no step
+        watch.call_on_failure(lambda: order.append("hold"))
+        assert "hold" in order
+    else:
+        assert order[0] == "hold"
+    watch.stop()
 
 
 def test_a_rank_that_fails_without_a_lost_peer_releases_its_waits(peer, page):

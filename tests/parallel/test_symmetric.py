@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from megascale.config import load
 from megascale.ops.peer_max import RELEASED, WORD_BYTES, PeerMax
 from megascale.parallel import symmetric
 from megascale.parallel.collectives import Axis
 from megascale.parallel.runtime import Runtime
 from megascale.parallel.symmetric import FLAG_BYTES, CudaStreams
+from megascale.train.engine import Engine
 
 _WIDTHS = {symmetric._WRITE_VALUE: ctypes.c_uint32, symmetric._WRITE_WORD: ctypes.c_uint64}
 
@@ -202,3 +204,31 @@ def test_an_engine_whose_ranks_agree_on_an_exchange_is_made_anew_also_where_ther
     assert runtime.rejoin_obstacle == ""  # no collective was made
     assert isinstance(symmetric.make_exchange(axis, 512, torch.device("cuda", 99)), str)
     assert "when an engine is made" in runtime.rejoin_obstacle
+    assert runtime.state_obstacle == ""  # another engine can take over weights and optimizer state
+
+
+@pytest.mark.parametrize(
+    ("exchanges", "has_copies", "obstacle"),
+    [
+        (("tensor",), False, ""),
+        (("tensor", "reduction"), True, ""),
+        (("gather",), True, ""),
+        (("gather",), False, "its weights are in memory that is mapped for the exchange between GPUs"),
+    ],
+)
+def test_state_stays_unless_peers_have_mapped_it(exchanges: tuple[str, ...], has_copies: bool, obstacle: str) -> None:
+    params = torch.zeros(2)
+    master = params.clone() if has_copies else params
+    state = SimpleNamespace(master=master, shard=SimpleNamespace(params=params))
+    runtime = Runtime(rejoin_obstacle="its ranks agree on an exchange between GPUs when an engine is made")
+    engine: Any = SimpleNamespace(
+        config=load(None, []),
+        optimizer=SimpleNamespace(states=[state]),
+        gather_exchange=object() if "gather" in exchanges else None,
+        reduction_exchange=object() if "reduction" in exchanges else None,
+        tensor_axis=SimpleNamespace(exchange=object() if "tensor" in exchanges else None),
+        runtime=runtime,
+    )
+    assert Engine.find_state_obstacle(engine) == obstacle
+    runtime.state_obstacle = "a replay gave other bits than this training"
+    assert Engine.find_state_obstacle(engine) == (obstacle or runtime.state_obstacle)

@@ -15,16 +15,26 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megascale import config
+from megascale import config, torch_private
 from megascale.core.exit_record import ExitKind, find_exit_record
-from megascale.core.process_orders import Park, Resume, encode_order
+from megascale.core.layout import lay_out
+from megascale.core.process_orders import DYING_VARIABLE, Park, Resume, encode_order
 from megascale.core.status import PARKED, read_status
 from megascale.errors import TrainingError
-from megascale.parallel.peer_watch import Member, PeerWatch, describe_process, make_page
+from megascale.observe.hang.flight import read_flight
+from megascale.parallel.peer_watch import Member, PeerWatch, describe_process, has_ended, make_page
+from megascale.parallel.runtime import Runtime
 from megascale.rendezvous import start_job
+from megascale.rendezvous.abort import list_groups
+from megascale.rendezvous.groups import shutdown
 from megascale.train import parking as parking_module
+from megascale.train.engine_axes import make_axis, make_p2p_streams
+from megascale.train.loop import Trainer
 from megascale.train.parking import LeaveAttempt, Parking
+from megascale.train.predecessors import await_predecessors
+from megascale.train.rank_info import RankInfo
 from megascale.train.run_folder import RunFolder
+from megascale.train.telemetry import _list_groups
 from tests.forked import context
 from tests.rendezvous.conftest import free_port
 
@@ -105,6 +115,63 @@ def test_a_rank_leaves_a_start_in_which_a_peer_is_missing(case: str) -> None:
     finally:
         waiting.kill()
         waiting.join()
+
+
+def _meet_in_two_attempts(rank: int, option: str, ports: tuple[int, int], folder: Path, results: Any) -> None:
+    """Make the groups of two attempts in this process, and put the names that torch, axes and files give them."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", TORCH_FR_BUFFER_SIZE="100")
+    reading_end, _ = os.pipe()
+    parking = Parking(reading_end)
+    layout = lay_out(config.load(None, [option, "--model.vocab_size=64", "--train.global_batch=16"]), 2)
+    info = RankInfo(rank, world=2, local_rank=rank, local_world=2, device=torch.device("cpu"))
+    for attempt, port in enumerate(ports, start=1):
+        os.environ.update(MASTER_PORT=str(port), MEGASCALE_ATTEMPT=str(attempt))
+        groups = Trainer(layout, info, parking)._make_groups()
+        in_torch = [group.group_name for group in groups.by_kind.values()]
+        in_torch += [channel.group.group_name for channel in groups.p2p.values()]
+        plain = [make_axis(Runtime(), groups, kind).name for kind in groups.by_kind]
+        plain += [stream.name for stream in make_p2p_streams(groups).values()]
+        dump = folder / f"flight-{attempt}-rank-{rank}.json"
+        dump.write_text(torch_private.dump_flight_recorder())
+        results.put(
+            {
+                "attempt": attempt,
+                "torch": in_torch,
+                "plain": plain,
+                "record of calls": [name for name, _ in _list_groups(groups)],
+                "flight recorder": list(read_flight(dump, rank).record.groups),
+                "aborts": [name for name, _ in list_groups()],
+            }
+        )
+        shutdown(groups, failed=True)
+
+
+@pytest.mark.parametrize(
+    ("option", "name"), [("--parallel.data=2", "data_reduce/0"), ("--parallel.pipeline=2", "forward/0-1")]
+)
+def test_groups_of_two_attempts_have_one_name_for_people_and_two_for_torch(
+    option: str, name: str, tmp_path: Path
+) -> None:
+    """torch's symmetric memory would otherwise take the store of the first attempt, which has ended."""
+    ports, results = (free_port(), free_port()), context.Queue()
+    processes = []
+    for rank in range(2):
+        arguments = (rank, option, ports, tmp_path, results)
+        processes.append(context.Process(target=_meet_in_two_attempts, args=arguments))
+        processes[-1].start()
+    try:
+        entries = [results.get(timeout=LIMIT) for _ in range(4)]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    for entry in entries:
+        assert name in entry["plain"]
+        assert entry["torch"] == [f"{plain_name}@{entry['attempt']}" for plain_name in entry["plain"]]
+        assert entry["record of calls"] == ["world", *entry["plain"]]
+        assert set(entry["aborts"]) > set(entry["plain"])
+        # It has collectives of the start; gloo does not record messages.
+        assert {"world"} < set(entry["flight recorder"]) <= {"world", *entry["plain"]}
 
 
 class ExchangeOfTwo:
@@ -191,3 +258,57 @@ def test_a_process_whose_device_has_failed_ends_instead_of_parking(parking, exch
     status = read_status(folder.status / "rank-0.status")
     assert status.phase == "failed"
     assert "CUDA error: an illegal memory access" in status.doubt
+
+
+def test_a_replacement_waits_until_a_killed_process_has_freed_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    dying = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    monkeypatch.setenv(DYING_VARIABLE, f"{dying.pid},{ended.pid}")
+    checks: list[bool] = []
+
+    def check() -> None:
+        checks.append(has_ended(dying.pid))
+        if len(checks) == 3:
+            dying.kill()
+
+    await_predecessors(check)
+    assert checks[:3] == [False, False, False]
+    assert has_ended(dying.pid)
+    count = len(checks)
+    assert await_predecessors(check) < SECONDS  # a later call of the attempt does not wait
+    assert len(checks) == count
+    for process in (dying, ended):
+        process.communicate()
+
+
+def test_a_replacement_does_not_wait_forever_for_a_process_id_that_is_used_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(DYING_VARIABLE, str(os.getpid()))
+    assert await_predecessors(lambda: None, limit_seconds=0.05) >= 0.05
+    assert f"processes [{os.getpid()}], which were killed, have not ended" in caplog.text
+
+
+def test_a_replacement_that_waits_leaves_on_an_order(monkeypatch: pytest.MonkeyPatch, parking) -> None:
+    monkeypatch.setenv(DYING_VARIABLE, str(os.getpid()))
+    parked, _ = parking
+    parked.must_leave_now = True
+    with pytest.raises(LeaveAttempt):
+        await_predecessors(parked.check)
+
+
+@pytest.mark.parametrize(
+    ("keeps_cache", "free_gib", "is_emptied"), [(True, 6, False), (True, 2, True), (False, 6, True)]
+)
+def test_the_first_step_of_an_engine_that_stays_uses_the_cached_memory(
+    keeps_cache: bool, free_gib: int, is_emptied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Communicators allocate outside of the cache, so some of the device's memory must be free."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_gib << 30, 140 << 30))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    parking_module._free_memory(keeps_cache=keeps_cache)
+    assert calls == ["emptied"] * is_emptied

@@ -145,15 +145,22 @@ def checkpoint_bytes(config: Config) -> int:
     return itemsize * count_checkpoint_elements(config.optimizer.name, config.model)
 
 
-def _process_bytes(share: HostShare) -> int:
-    """Return the memory of the processes that this host starts, without their tensors."""
+def _process_bytes(share: HostShare, has_standby: bool = False) -> int:
+    """Return the memory of the processes that this host starts, without their tensors.
+
+    Args:
+        has_standby: whether each rank of a launched job has a second process.
+    """
     if share.is_running:
         return 0
     node_bytes = share.nodes * (AGENT_BYTES + FORK_SERVER_BYTES)
+    process_count = share.ranks
+    if has_standby and share.nodes:
+        process_count *= 2
     if share.uses_gpus:
-        return share.ranks * GPU_TRAINER_BYTES + node_bytes
+        return process_count * GPU_TRAINER_BYTES + node_bytes
     if share.nodes:
-        return share.ranks * FORKED_TRAINER_BYTES + node_bytes
+        return process_count * FORKED_TRAINER_BYTES + node_bytes
     return share.ranks * TRAINER_BYTES
 
 
@@ -168,18 +175,21 @@ def _memory_faults(
     schedule = layout.schedule()
     gpu_memory = None
     tensor_limit = None
+    context_bytes = GPU_CONTEXT
+    if share.nodes and config.resilience.standby_processes:
+        context_bytes *= 2  # each rank's standby process has a context of its own
     if share.uses_gpus and capacity.gpu_memory is not None:
         gpu_memory = capacity.gpu_memory
-        tensor_limit = gpu_memory - GPU_CONTEXT
+        tensor_limit = gpu_memory - context_bytes
     estimates = {}
     for stage in stage_ranks:
         estimates[stage], _ = estimate_rank_memory(config, layout.grid, schedule, stage, tensor_limit, share.uses_gpus)
     faults = []
     fullest = max(estimates.values(), key=lambda estimate: estimate.total)
     sizes = f"model.layers={config.model.layers} x model.hidden={config.model.hidden}, {config.train.precision}"
-    if gpu_memory is not None and fullest.total + GPU_CONTEXT > gpu_memory:
+    if gpu_memory is not None and fullest.total + context_bytes > gpu_memory:
         faults.append(
-            f"the fullest rank needs {_format_size(fullest.total + GPU_CONTEXT)} of GPU memory "
+            f"the fullest rank needs {_format_size(fullest.total + context_bytes)} of GPU memory "
             f"({_describe_kinds(fullest)}; {sizes}) and the GPU has {_format_size(gpu_memory)}; "
             f"{_suggest_smaller_tensors(config, has_graphs=fullest.graph_buffers > 0)}"
         )
@@ -187,7 +197,7 @@ def _memory_faults(
     if not share.uses_gpus:
         tensor_bytes = sum(estimates[stage].total * ranks for stage, ranks in stage_ranks.items())
     needs = _HostNeeds(
-        process_bytes=_process_bytes(share),
+        process_bytes=_process_bytes(share, has_standby=config.resilience.standby_processes),
         tensor_bytes=tensor_bytes,
         copy_bytes=_staged_bytes(config, share),
         input_bytes=_offloaded_input_bytes(layout, share, stage_ranks),
@@ -313,7 +323,7 @@ def _process_faults(config: Config, share: HostShare, capacity: Capacity) -> lis
             f"{process} needs {file_count:,} open files for its connections and may have {capacity.open_files:,}; "
             f"run `ulimit -n {file_count}` first (the hard limit must allow it), or {_suggest_fewer_ranks(share)}"
         )
-    process_bytes = _process_bytes(share)
+    process_bytes = _process_bytes(share, has_standby=config.resilience.standby_processes)
     if capacity.memory is not None and process_bytes > capacity.memory and not faults:
         faults.append(
             f"this host has too little memory: {_describe_ranks(share)} need {_format_size(process_bytes)} for their "

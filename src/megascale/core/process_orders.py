@@ -16,6 +16,8 @@ from msgspec import Meta
 ORDERS_VARIABLE = "MEGASCALE_ORDERS"  # descriptor of the pipe's read end; set if the agent keeps processes
 PREPARED_VARIABLE = "MEGASCALE_PREPARED"  # set if the process waits to join ranks that already train
 MISSING_VARIABLE = "MEGASCALE_MISSING_SHARE"  # fraction of the replicas that are missing in the attempt
+# Ids of killed processes of the node, whose memory the kernel still frees; separated by commas
+DYING_VARIABLE = "MEGASCALE_DYING"
 EARLY_VARIABLE = "MEGASCALE_EARLY"  # set if the process starts before the order for its attempt
 MAX_ORDER_BYTES = 4096  # a write of this size to a pipe is atomic
 

@@ -101,6 +101,7 @@ class ShardedOptimizer:
         on_shard_updated: Callable[[FlatShard], None] = lambda shard: None,
         finish_tied: Callable[[], None] = lambda: None,
         skips_if_last_scalar_zero: bool = False,
+        hold_index: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Clip gradients and update the weights in place. A step whose norm is not finite changes nothing.
 
@@ -112,13 +113,18 @@ class ShardedOptimizer:
                 computed.
             skips_if_last_scalar_zero: whether a step changes nothing if the sum of the last piggybacked scalar (the
                 loss weights) is zero.
+            hold_index: index of the piggybacked scalar that `UpdateHold.write_request` wrote. None: only this rank's
+                requests hold its updates back.
 
         Returns:
             The norm of the whole model's gradient before clipping, and the sum of `piggybacked_scalars`, on the device.
         """
         norm, summed_scalars = self._reduce_norm(piggybacked_scalars, finish_tied)
         if self.update_hold is not None:
-            norm = self.update_hold.mask_norm(norm)
+            request_sum = None
+            if hold_index is not None and summed_scalars is not None:
+                request_sum = summed_scalars[hold_index]
+            norm = self.update_hold.mask_norm(norm, request_sum)
         grad_scale = None
         if self.config.clip:
             # 1e-6 is the constant of torch.nn.utils.clip_grad_norm_.

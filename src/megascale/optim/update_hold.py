@@ -6,6 +6,10 @@ On a GPU the host queues an update before the gradients are ready. When communic
 with undefined gradients. `UpdateHold.request` sets the flag before the abort. Each update reads the flag on the device
 after its last collective. If the flag is set, the update changes nothing. If it is clear, the collectives completed
 before the abort, so the gradients are valid.
+
+The waits of an exchange between GPUs end before the abort (`parallel/peer_watch.py`), and communicators still pass on
+what follows from them. Each rank therefore also adds its flag to the step's sum over ranks, after its gradients are
+complete. If one rank's flag is set, the update changes nothing on any rank.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import torch
 class UpdateHold:
     """Keeps updates that are queued on a device from changing the state, and counts those that have changed it.
 
-    It adds three operations of one element to a step.
+    It adds eight operations of one element to a step.
 
     Args:
         device: device of the optimizer's state.
@@ -41,14 +45,27 @@ class UpdateHold:
         """Set the step that the optimizer's state has reached. Each update that is not held back adds 1."""
         self._device_step.fill_(step)
 
-    def mask_norm(self, norm: torch.Tensor) -> torch.Tensor:
+    def write_request(self, out: torch.Tensor) -> None:
+        """Write 1 into `out` (0-d) on the device if the updates of this rank are held back, else 0."""
+        # A copy that also converted the type would read the flag when it is queued.
+        self._device_flag.copy_(self._host_flag, non_blocking=True)
+        out.copy_(self._device_flag[0])
+
+    def mask_norm(self, norm: torch.Tensor, request_sum: torch.Tensor | None = None) -> torch.Tensor:
         """Return the gradient's norm (0-d), or NaN if the update is held back. Call it once per update.
 
         The optimizer skips an update whose norm is NaN.
+
+        Args:
+            request_sum: sum over the ranks of what `write_request` wrote before the norm's collective; None: only
+                this rank's request holds the update back.
         """
         self._device_flag.copy_(self._host_flag, non_blocking=True)
-        self._device_step += 1 - self._device_flag
-        return torch.where(self._device_flag[0] == 0, norm, torch.nan)
+        must_skip = self._device_flag[0] > 0
+        if request_sum is not None:
+            must_skip |= request_sum > 0
+        self._device_step += ~must_skip
+        return torch.where(must_skip, torch.nan, norm)
 
     def read_step(self) -> int:
         """Return the step that the optimizer's state has reached. Waits for the device."""

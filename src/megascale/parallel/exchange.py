@@ -313,6 +313,11 @@ class Exchange:
         if self.watch is not None:
             self.watch.check()
 
+    def call_on_failure(self, action: Callable[[], None]) -> None:
+        """Call `action` before the waits of this rank are released, or now if they have been."""
+        if self.watch is not None:
+            self.watch.call_on_failure(action)
+
     def close(self, failed: bool = False) -> None:
         """Stop watching the peers. Unless `failed`, the peers regard the end of this rank as planned."""
         if self.watch is not None:

@@ -117,6 +117,7 @@ class PeerWatch:
         timeout: float,
     ) -> None:
         self.failure = ""
+        self._on_failure: Callable[[], None] = lambda: None
         self._lost_rank = -1  # world rank of the peer that has failed; -1 if unknown
         self._rank = rank
         self._members = list(members)
@@ -124,7 +125,7 @@ class PeerWatch:
         self._count_calls = count_calls
         self._is_idle = is_idle
         self._timeout = timeout
-        self._has_raised = False  # whether the main thread knows of the failure
+        self._is_known = False  # whether the main thread, or the thread that leaves the attempt, knows of the failure
         self._last_release = 0.0  # `time.monotonic()`
         self._is_closing = threading.Event()
         self._closing_lock = threading.Lock()  # held while the pipe is written, so that it is not closed meanwhile
@@ -143,12 +144,16 @@ class PeerWatch:
         """Raise TrainingError if waits were released: results are then undefined."""
         if not self.failure:
             return
-        self._has_raised = True
+        self._is_known = True
         lost = TrainingError(f"rank {self._members[self._rank].world_rank}: {self.failure}")
         raise attach_record(lost, ExitKind.LOST_PEER, rank=self._lost_rank)
 
     def release_waits(self, reason: str) -> None:
-        """Release this rank's waits until `stop`, because of `reason` unless there is an earlier failure."""
+        """Release this rank's waits until `stop`, because of `reason` unless there is an earlier failure.
+
+        The caller limits the time in which the process leaves, so the watch does not end the process meanwhile.
+        """
+        self._is_known = True
         with self._closing_lock:
             if self.failure or self._is_closing.is_set():
                 return
@@ -162,7 +167,6 @@ class PeerWatch:
         a process waits for its CUDA streams.
         """
         if failed:
-            self._has_raised = True
             self.release_waits("this rank has failed")
             return
         if not self.failure:
@@ -230,7 +234,7 @@ class PeerWatch:
                     poller.unregister(descriptor)
                     self._judge_end(self._descriptors[descriptor])
             for rank in tuple(polled_ranks):
-                if _has_ended(self._members[rank].pid):
+                if has_ended(self._members[rank].pid):
                     polled_ranks.discard(rank)
                     self._judge_end(rank)
         if self.failure:
@@ -256,6 +260,12 @@ class PeerWatch:
         self._lost_rank = member.world_rank
         self._fail(f"rank {member.world_rank} (process {member.pid}) has ended during the exchange with it")
 
+    def call_on_failure(self, action: Callable[[], None]) -> None:
+        """Call `action` before the first release of waits, or now if the watch has failed. Any thread may run it."""
+        self._on_failure = action
+        if self.failure:
+            action()
+
     def _fail(self, reason: str) -> None:
         """Set the failure, unless there is an earlier one."""
         self.failure = self.failure or reason
@@ -266,13 +276,14 @@ class PeerWatch:
         A release needs a lock of the driver. It blocks if the main thread launches into a full queue: that thread holds
         the lock, and the queue cannot drain before the release.
         """
+        self._on_failure()
         failure_time = self._last_release = time.monotonic()
         self._start_thread(self._release_waits)
         while not self._is_closing.wait(_RELEASE_CHECK_SECONDS):
             current_time = time.monotonic()
             if current_time - self._last_release > _BLOCKED_SECONDS:
                 self._end_process(f"a release of its waits has not returned for {_BLOCKED_SECONDS:g} seconds")
-            if not self._has_raised and current_time - failure_time > _RAISE_SECONDS:
+            if not self._is_known and current_time - failure_time > _RAISE_SECONDS:
                 # The main thread waits for the dead peer in another way, such as in a collective.
                 self._end_process(f"the host has made no check for {_RAISE_SECONDS:g} seconds")
 
@@ -287,7 +298,7 @@ class PeerWatch:
         os._exit(1)
 
 
-def _has_ended(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     """Return whether a process has ended, even if its parent has not waited for it yet."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megascale import torch_private
+from megascale.core.group_names import remove_attempt
 from megascale.errors import TrainingError
 
 _MAX_ERROR_LENGTH = 400  # characters
@@ -73,4 +74,4 @@ class GroupAbort:
 def list_groups() -> list[tuple[str, Any]]:
     """Return all process groups that torch knows, as pairs of a name and a group."""
     world = torch_private.c10d_world
-    return [(name, group) for group, name in list(world.pg_names.items())]
+    return [(remove_attempt(name), group) for group, name in list(world.pg_names.items())]

@@ -112,7 +112,7 @@ def make_groups(
         late_kinds: kinds of groups that the job may never use. They are not warmed up, and NCCL makes their
             communicators in their first call.
         name_suffix: end of the groups' names in torch. torch's symmetric memory caches ranks and store by this name, so
-            a process that makes groups of another layout needs another suffix.
+            a process that makes groups again needs another suffix.
 
     Raises:
         TrainingError: a member did not come within `timeout`, or ended. The message names the group's ranks.

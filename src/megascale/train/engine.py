@@ -22,6 +22,7 @@ from megascale.core.batch import NO_FIELDS, Batch, SampleFields, check_fields
 from megascale.core.calls import NullCallLog
 from megascale.core.expert_ranks import gathers_expert_tokens
 from megascale.core.grid import Coordinate
+from megascale.core.group_names import remove_attempt
 from megascale.core.inventory import resolve_layers
 from megascale.core.layer_spec import ExpertsSpec
 from megascale.core.layers import ChunkLayers
@@ -39,6 +40,7 @@ from megascale.ops.amax import AmaxPool
 from megascale.ops.dispatch import Kernels, prepare_determinism
 from megascale.ops.gradient_sink import get_sink
 from megascale.optim.optimizer import ShardedOptimizer
+from megascale.optim.update_hold import UpdateHold
 from megascale.parallel import rejoin
 from megascale.parallel.buffers import TIED, Axes, FlatShard, ParamAndGradBuffer
 from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
@@ -59,7 +61,7 @@ from megascale.train.chunk_forward import ChunkForward
 from megascale.train.determinism_choice import Determinism, decide_determinism
 from megascale.train.expert_balance import ExpertBalance
 from megascale.train.loss_weights import LossWeights
-from megascale.train.step_result import StepResult, StepScalars
+from megascale.train.step_result import HOLD_INDEX, StepResult, StepScalars
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 REDUCE_DTYPES = {"bfloat16": torch.bfloat16}  # other settings reduce gradients in the type of their buffers
@@ -747,6 +749,7 @@ class Engine:
             loss=sums.loss,
             grad_norm=grad_norm,
             stop_sum=sums.stop_request,
+            hold_sum=sums.hold_request,
             cast_counts=sums.cast_counts,
             read_checksum=sums.read_checksum,
             weight_sum=weight_sum,
@@ -861,6 +864,8 @@ class Engine:
             device=self.device,
         )
         scalars.stop_request.fill_(stop_request)
+        if self.optimizer.update_hold is not None:
+            self.optimizer.update_hold.write_request(scalars.hold_request)
         if loss is not None and self.counts_loss:
             scalars.loss.add_(loss)
         if self._loss_weights is not None:
@@ -896,6 +901,7 @@ class Engine:
             on_shard_updated=on_updated,
             finish_tied=self.data_parallel.finish_tied,
             skips_if_last_scalar_zero=scalars.has_weight_sum,
+            hold_index=HOLD_INDEX,
         )
         self.data_parallel.end_update()
         recorder.end_action()
@@ -934,16 +940,26 @@ class Engine:
             return f"optimizer.name={self.config.optimizer.name} exchanges its layout when it is made"
         if self.config.optimizer.offload:
             return "optimizer.offload=true may still copy state of the failed update"
-        return self.runtime.rejoin_obstacle
+        return self.runtime.state_obstacle or self.runtime.rejoin_obstacle
 
     def find_state_obstacle(self) -> str:
-        """Return why another engine cannot take over the weights and the optimizer state, "" if it can."""
+        """Return why another engine cannot take over the weights and the optimizer state, "" if it can.
+
+        Exchanges hold activations and gradients, which are not part of the state. Only gathers by copies read weights
+        where they are, in memory of the exchange that peers have mapped.
+        """
         if self.config.optimizer.offload:
             return "optimizer.offload=true may still copy state of the failed update"
         has_copies = any(state.master is not state.shard.params for state in self.optimizer.states)
-        if self._list_exchanges() and not has_copies:
+        if self.gather_exchange is not None and not has_copies:
             return "its weights are in memory that is mapped for the exchange between GPUs"
-        return self.runtime.rejoin_obstacle
+        return self.runtime.state_obstacle
+
+    def hold_updates(self, hold: UpdateHold) -> None:
+        """Let `hold` keep updates from changing the state, also once an exchange has ended waits for a lost peer."""
+        self.optimizer.update_hold = hold
+        for exchange in self._list_exchanges():
+            exchange.call_on_failure(hold.request)
 
     def leave_groups(self) -> None:
         """Drop the failed step and the groups; weights and optimizer state stay. `rejoin` sets new groups.
@@ -988,8 +1004,8 @@ class Engine:
 
     def rejoin(self, groups: Groups, earlier_choices: Choices) -> None:
         """Continue with the groups of the next attempt. Collective, like the construction of an engine."""
-        groups_by_name: dict[str, Any] = {group.group_name: group for group in groups.by_kind.values()}
-        groups_by_name |= {channel.group.group_name: channel.group for channel in groups.p2p.values()}
+        members = [*groups.by_kind.values(), *(channel.group for channel in groups.p2p.values())]
+        groups_by_name: dict[str, Any] = {remove_attempt(group.group_name): group for group in members}
         groups_by_name["world"] = groups.world
         rejoin.adopt_groups(self.runtime, self.pipeline.streams, groups_by_name)
         self._agree_on_kernels(self._decide_determinism(earlier_choices or self.attention_choices))

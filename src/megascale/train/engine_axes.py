@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megascale.config import Config
 from megascale.config.axes import AXES
 from megascale.core.expert_ranks import gathers_expert_tokens
+from megascale.core.group_names import remove_attempt
 from megascale.core.head_exchange import list_gather_kernels, share_heads
 from megascale.core.inventory import count_distinct_layers
 from megascale.core.layout import Layout
@@ -61,7 +62,8 @@ def make_axis(runtime: Runtime, groups: Groups | None, kind: str) -> Axis:
         return Axis(runtime=runtime)
     group = groups.by_kind[kind]
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    return Axis(group, size, rank, name=group.group_name, kind=SpanAxis.of_group(kind), runtime=runtime)
+    name = remove_attempt(group.group_name)
+    return Axis(group, size, rank, name=name, kind=SpanAxis.of_group(kind), runtime=runtime)
 
 
 def make_world(runtime: Runtime, groups: Groups | None) -> Axis:
@@ -316,6 +318,6 @@ def make_p2p_streams(groups: Groups | None) -> P2PStreams:
         return {}
     streams = {}
     for (kind_name, peer_stage), channel in groups.p2p.items():
-        stream = P2PStream(channel.group, channel.peer, name=channel.group.group_name)
+        stream = P2PStream(channel.group, channel.peer, name=remove_attempt(channel.group.group_name))
         streams[ActionKind[kind_name.upper()], peer_stage] = stream
     return streams

@@ -23,6 +23,7 @@ from megascale.core.batch import Batch, check_fields
 from megascale.core.events import Event
 from megascale.core.exit_record import ExitKind, attach_record
 from megascale.core.flops import CONVENTION, DOCUMENT_CONVENTION, FlopCount, device_peak_tflops, document_flops, mfu
+from megascale.core.group_names import make_attempt_suffix
 from megascale.core.layout import Layout
 from megascale.core.process_orders import MISSING_VARIABLE
 from megascale.core.replay_interval import compute_interval
@@ -48,6 +49,7 @@ from megascale.train.evaluation import Evaluation, evaluate_file
 from megascale.train.host_pauses import GarbageCollector, HostPauses
 from megascale.train.injected_faults import FaultInjector
 from megascale.train.parking import LeaveAttempt, Parking, RetainedState
+from megascale.train.predecessors import await_predecessors
 from megascale.train.rank_info import RankInfo, find_device_kind, memory_gib
 from megascale.train.rank_timers import RankTimers, StepClock
 from megascale.train.replay_check import ReplayCheck, ReplayEvidence
@@ -164,6 +166,8 @@ class Trainer:
         self._is_stopping = False  # the same on all ranks
         self._is_leaving = False  # true if ranks stop in order to begin a new attempt; the same on all ranks
         self._has_reported_active = False
+        self._first_step_start: float | None = None  # `time.monotonic()`; None once its results were read
+        self._first_step_queued = 0.0  # seconds from its start until the host had queued it
         self._has_reported_graphs = False
         self._loss: float | None = None
 
@@ -196,6 +200,7 @@ class Trainer:
         """
         refusal: MegascaleError | None = None
         if self.is_leader:
+            self._await_predecessors()  # the kernel releases the run's lock when it has freed the holder's memory
             try:
                 for lock in take_run_locks(self.config):
                     resources.callback(lock.release)
@@ -254,6 +259,7 @@ class Trainer:
                 local_rank=info.local_rank,
                 device=info.device,
                 check=None if parking is None else parking.check,
+                name_suffix="" if parking is None else make_attempt_suffix(self.attempt),
             )
         except Exception:
             if parking is not None:
@@ -337,7 +343,7 @@ class Trainer:
         def respond(evidence: ReplayEvidence) -> None:
             if settings.replay_action != "alert":
                 # The next attempt must load a confirmed state.
-                self.engine.runtime.rejoin_obstacle = "a replay gave other bits than this training"
+                self.engine.runtime.state_obstacle = "a replay gave other bits than this training"
             response.act(evidence)
 
         self.replay_check = ReplayCheck(
@@ -354,6 +360,7 @@ class Trainer:
 
     def _make_engine(self, earlier_choices: attention_choice.Choices) -> None:
         """Take the engine that this process has retained, or make a new one. Note which state this process has kept."""
+        self._await_predecessors()
         # Without a state to load, the run starts at step 0, for which only a new engine has the initial weights.
         can_rejoin = self.parking is not None and self.attempt > 1 and self._can_load()
         retained = None
@@ -382,7 +389,12 @@ class Trainer:
                 self._free_unused_memory()
         self.engine = Engine(self.layout, self.groups, self.rank_info.device, earlier_choices, fields=self.feed.fields)
         if self.parking is not None:
-            self.parking.hold_updates(self.engine.optimizer)
+            self.parking.hold_updates(self.engine)
+
+    def _await_predecessors(self) -> None:
+        """Wait until killed processes have freed the memory that this process needs, if the agent has named any."""
+        if self.parking is not None:
+            await_predecessors(self.parking.check)
 
     def _free_unused_memory(self) -> None:
         gc.collect()
@@ -498,6 +510,7 @@ class Trainer:
                 source=self.checkpointer.loaded_from,
                 is_standing=self.checkpointer.is_standing,
             )
+            self._first_step_start = time.monotonic()
             while self.step < last_step and not self._is_stopping:
                 self._train_step(self._choose_stop_request(interrupts))
                 self.callbacks.end_step(self.step)
@@ -854,6 +867,8 @@ class Trainer:
     def _report_active(self) -> None:
         """Report which overlaps and kernels run, which is known after the first step."""
         self._has_reported_active = True
+        if self._first_step_start is not None:
+            self._first_step_queued = time.monotonic() - self._first_step_start
         log.info("compilations in this process: %s", count_compilations().describe())
         self.reporter.report_active(self.engine.active | self.engine.runtime.kernels.list_choices())
 
@@ -913,7 +928,12 @@ class Trainer:
         self.engine.check_peers()
         if self.parking is not None:
             self.parking.check()  # results after an abort are undefined
+            self._check_hold(step, result)
             self.parking.note_step()
+        if self._first_step_start is not None:
+            seconds = time.monotonic() - self._first_step_start
+            log.info("first step complete after %.2f s, queued after %.2f s", seconds, self._first_step_queued)
+            self._first_step_start = None
         self._write_read_samples(step, pending, read_checksum)
         self._count_step(step, pending.first_sample + self.config.train.global_batch, record["tokens"])
         has_weights = True
@@ -955,6 +975,16 @@ class Trainer:
         self._loss = loss
         if self._consecutive_skip_count:
             self._check_skipped_steps(step, grad_norm)
+
+    def _check_hold(self, step: int, result: StepResult) -> None:
+        """Raise TrainingError if a rank held back the update of this step: the step has then changed nothing."""
+        hold_sum = float(result.hold_sum)
+        if hold_sum > 0:
+            lost = TrainingError(
+                f"step {step} changed nothing, because {hold_sum:g} of {self.rank_info.world} ranks leave the attempt; "
+                "the next attempt repeats it"
+            )
+            raise attach_record(lost, ExitKind.LOST_PEER, step=step)
 
     def _write_read_samples(self, step: int, pending: _PendingStep, read_checksum: list[float]) -> None:
         """Add the step's samples to the totals of the run, and write them into the ledger of samples."""

@@ -42,11 +42,11 @@ from megascale.train.warm_up import warm_up
 
 if TYPE_CHECKING:
     from megascale.checkpoint.background.staging import StagingSlot
-    from megascale.optim.optimizer import ShardedOptimizer
     from megascale.train.engine import Engine
 
 log = logging.getLogger("megascale.train")
 _CUT_SECONDS = 0.02  # between two searches for connections of a start that must end
+_UNCACHED_BYTES = 4 << 30  # of a GPU, for communicators and libraries, which allocate outside of torch's cache
 
 
 class LeaveAttempt(TrainingError):
@@ -184,11 +184,11 @@ class Parking:
         self._has_taken_state = True
         return retained
 
-    def hold_updates(self, optimizer: ShardedOptimizer) -> None:
-        """Let this optimizer's updates change nothing after the groups are aborted."""
+    def hold_updates(self, engine: Engine) -> None:
+        """Let this engine's updates change nothing after the groups are aborted or waits for a peer have ended."""
         if self.update_hold is None:
-            self.update_hold = UpdateHold(optimizer.states[0].shard.grads.device)
-        optimizer.update_hold = self.update_hold
+            self.update_hold = UpdateHold(engine.device)
+        engine.hold_updates(self.update_hold)
 
     def check(self) -> None:
         """Raise LeaveAttempt if the agent has ordered this rank to leave at once."""
@@ -284,11 +284,12 @@ class Parking:
         record = ExitRecord(ExitKind.LOST_PEER, step=step + 1)
         self.error = None  # its trace holds objects of the failed attempt
         object_collectives.forget_groups()
-        if self.retained is not None and self.retained.engine is not None:
+        has_engine = self.retained is not None and self.retained.engine is not None
+        if self.retained is not None and has_engine:
             log.info("the engine stays, with the state of step %d (-1: incomplete update)", self.retained.live.step)
         close_time = time.monotonic()
         try:
-            _free_memory()
+            _free_memory(keeps_cache=has_engine)
         except RuntimeError as error:
             self._end_process(message, error, folder, rank, step)
         status = StatusFile(folder.status, rank)
@@ -341,15 +342,24 @@ class Parking:
         self.data_size = resume.data
 
 
-def _free_memory() -> None:
+def _free_memory(keeps_cache: bool) -> None:
     """Stop the watches of the failed attempt's exchanges, and free its objects and its memory on the device.
+
+    Args:
+        keeps_cache: keep the memory that torch's allocator has cached, if the device has enough besides. The first step
+            of an engine that stays needs blocks of the same sizes.
 
     Raises RuntimeError if the device has failed.
     """
     peer_watch.stop_all(_synchronize_device)
     gc.collect()  # frees objects of the failed attempt, above all its groups
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    if not torch.cuda.is_initialized():
+        return
+    if keeps_cache:
+        free, _ = torch.cuda.mem_get_info()
+        if free >= _UNCACHED_BYTES:
+            return
+    torch.cuda.empty_cache()
 
 
 def _synchronize_device() -> None:

@@ -10,7 +10,8 @@ from megascale.train.expert_balance import ExpertCounts
 
 _LOSS = 0
 _STOP_REQUEST = 1
-_CAST_COUNTS = slice(2, 5)
+HOLD_INDEX = 2  # index of the hold requests in `StepScalars.vector`
+_CAST_COUNTS = slice(3, 6)
 
 
 @dataclass
@@ -22,6 +23,8 @@ class StepResult:
         grad_norm: norm of the whole model's gradient before clipping.
         stop_sum: sum of the stop requests of all ranks, above 0 if any rank wants to stop after this step; the same on
             every rank.
+        hold_sum: number of ranks that held back their update, because they leave the attempt or have lost a peer. If
+            it is above 0, the step has changed nothing on any rank, and its other results are undefined.
         cast_counts: float64 [3]: values that casts to float8 clipped, flushed to zero and processed, summed over all
             ranks; zeros if nothing was counted.
         read_checksum: float64: the numbers that `take_read_checksum` of `Engine.step` returned, summed over all ranks;
@@ -34,6 +37,7 @@ class StepResult:
     loss: torch.Tensor
     grad_norm: torch.Tensor
     stop_sum: torch.Tensor
+    hold_sum: torch.Tensor
     cast_counts: torch.Tensor
     read_checksum: torch.Tensor
     weight_sum: torch.Tensor | None = None
@@ -47,8 +51,8 @@ class StepScalars:
     The properties are views of `vector`, so that each rank can write its addends into them.
 
     Attributes:
-        vector: float64: loss, stop request, three counts of casts, read checksum, counts of experts, sum of loss
-            weights. The optimizer reads the last one, if samples carry loss weights.
+        vector: float64: loss, stop request, hold request, three counts of casts, read checksum, counts of experts, sum
+            of loss weights. The optimizer reads the last one, if samples carry loss weights.
         checksum_length: number of values of the read checksum.
         has_weight_sum: whether samples carry loss weights.
     """
@@ -77,6 +81,10 @@ class StepScalars:
     @property
     def stop_request(self) -> torch.Tensor:
         return self.vector[_STOP_REQUEST]
+
+    @property
+    def hold_request(self) -> torch.Tensor:
+        return self.vector[HOLD_INDEX]
 
     @property
     def cast_counts(self) -> torch.Tensor:

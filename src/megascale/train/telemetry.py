@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megascale import torch_private
 from megascale.core import calls
 from megascale.core.failure import FailureLog
+from megascale.core.group_names import remove_attempt
 from megascale.core.process_orders import ORDERS_VARIABLE
 from megascale.core.status import StatusFile
 from megascale.parallel.runtime import Runtime
@@ -152,6 +153,6 @@ def _list_groups(groups: Groups | None) -> list[tuple[str, int]]:
     if groups is None:
         return []
     sizes = [("world", groups.grid.world_size)]
-    sizes += [(group.group_name, dist.get_world_size(group)) for group in groups.by_kind.values()]
-    sizes += [(channel.group.group_name, 2) for channel in groups.p2p.values()]
+    sizes += [(remove_attempt(group.group_name), dist.get_world_size(group)) for group in groups.by_kind.values()]
+    sizes += [(remove_attempt(channel.group.group_name), 2) for channel in groups.p2p.values()]
     return sizes

@@ -8,9 +8,11 @@ durations of the collective calls from torch's flight recorder.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import json
 import os
+import statistics
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -18,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 READ_INTERVAL_SECONDS = 5.0  # between reads of the flight recorder, because each read takes milliseconds
+LONG_STEP = 1.5  # times the median: a step with a save or an evaluation takes longer, a slow rank's steps do not
 
 
 class WaitClock(ABC):
@@ -100,7 +103,7 @@ class DeviceClock(WaitClock):
 
     The compute time of a step is its duration without the durations of its collective calls, averaged over a period of
     READ_INTERVAL_SECONDS. A call starts when this rank's device reaches it. Its duration includes the transfer, which
-    takes all ranks equally long.
+    takes all ranks equally long. Long steps do not count: in a save, a rank that writes looks slow while others wait.
 
     Args:
         dump_recorder: returns the flight recorder's content as JSON.
@@ -110,36 +113,54 @@ class DeviceClock(WaitClock):
         self._dump_recorder = dump_recorder
         self._newest_record_id = -1
         self._period_start = 0.0
-        self._step_count = 0  # steps since the start of the period
+        self._step_ends: list[int] = []  # Unix time in nanoseconds of each step since the start of the period
+        self._step_seconds: list[float] = []
         self._compute_seconds = 0.0
 
     def measure_step(self, seconds: float) -> float:
         """Return the mean compute seconds per step of the last complete period, or 0 before the first one."""
         current_time = time.perf_counter()
-        self._step_count += 1
+        self._step_ends.append(time.time_ns())
+        self._step_seconds.append(seconds)
         if current_time - self._period_start < READ_INTERVAL_SECONDS:
             return self._compute_seconds
         call_seconds, is_complete = self._read_new_calls()
         if self._period_start and is_complete:
-            self._compute_seconds = max(0.0, current_time - self._period_start - call_seconds) / self._step_count
+            self._compute_seconds = self._average_usual_steps(call_seconds)
         self._period_start = current_time
-        self._step_count = 0
+        self._step_ends.clear()
+        self._step_seconds.clear()
         return self._compute_seconds
 
-    def _read_new_calls(self) -> tuple[float, bool]:
+    def _average_usual_steps(self, call_seconds: list[float]) -> float:
+        """Return the mean compute seconds of the period's steps without those that are much longer than the median.
+
+        Args:
+            call_seconds: seconds in collective calls, per step of the period.
+        """
+        longest = LONG_STEP * statistics.median(self._step_seconds)
+        steps = zip(self._step_seconds, call_seconds, strict=True)
+        return statistics.mean(max(0.0, seconds - calls) for seconds, calls in steps if seconds <= longest)
+
+    def _read_new_calls(self) -> tuple[list[float], bool]:
         """Read the calls that the recorder has added since the last read.
 
         Returns:
-            The sum of their durations in seconds, and whether the recorder still holds all of them.
+            The sum of their durations in seconds for each step of the period, and whether the recorder still holds all
+            of them. A call belongs to the step in which the host has made it.
         """
+        call_seconds = [0.0] * len(self._step_ends)
         entries = [entry for entry in json.loads(self._dump_recorder()).get("entries", ()) if entry.get("duration_ms")]
         new_entries = [entry for entry in entries if entry["record_id"] > self._newest_record_id]
         if not new_entries:
-            return 0.0, False
+            return call_seconds, False
         # The recorder is a ring. If an entry of the last read is still there, no later entry was overwritten.
         is_complete = len(new_entries) < len(entries) or self._newest_record_id < 0
         self._newest_record_id = max(entry["record_id"] for entry in new_entries)
-        return sum(float(entry["duration_ms"]) for entry in new_entries) / 1000, is_complete
+        for entry in new_entries:
+            step = bisect.bisect_left(self._step_ends, entry["time_created_ns"])
+            call_seconds[min(step, len(call_seconds) - 1)] += float(entry["duration_ms"]) / 1000
+        return call_seconds, is_complete
 
 
 def start_wait_clock() -> WaitClock | None:

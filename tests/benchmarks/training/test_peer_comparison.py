@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 import weakref
 from dataclasses import asdict, replace
@@ -209,6 +210,16 @@ def test_a_peer_trains_a_shape_with_its_own_settings():
     experts = Shape(name="b", arguments=["mixtral-8x7b", "--parallel.expert=4", "--parallel.experts_over=data"])
     job = make_shape_job(experts, PeerRun(), experts.load_config(), world=4)
     assert (job.experts["number"], job.experts["ranks"], job.experts["even"]) == (8, 4, False)
+
+
+def test_the_attention_of_a_peer_is_its_enumeration(monkeypatch):
+    enums = pytest.importorskip("megatron.core.transformer.enums")
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "1")  # left by an earlier model; Megatron refuses another value
+    shape = Shape(name="a", arguments=["gpt-13b"])
+    peer = PeerRun(settings={"attention_backend": "flash"})
+    job = make_shape_job(shape, peer, shape.load_config(), world=1)
+    assert peer_megatron.read_settings(job) == {"attention_backend": enums.AttnBackend.flash}
+    assert "NVTE_FUSED_ATTN" not in os.environ
 
 
 class Hooked(torch.nn.Module):

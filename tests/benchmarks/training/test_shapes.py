@@ -58,10 +58,16 @@ def test_layouts_follow_each_other_in_the_same_processes(benchmarks, tmp_path):
         'name = "tensor"\narguments = ["tiny", "--parallel.tensor=2"]',
         'name = "pipeline"\narguments = ["tiny", "--parallel.pipeline=2"]\nsteps = 3',
     )
-    result = benchmarks("shapes", file, "--nproc=2", "--device=cpu", "--out", tmp_path / "rows.json")
+    profiles = tmp_path / "profiles"
+    result = benchmarks(
+        "shapes", file, "--nproc=2", "--device=cpu", "--profile", profiles, "--out", tmp_path / "rows.json"
+    )
     assert result.returncode == 0, result.stderr
     rows = read_rows(tmp_path / "rows.json")
     assert [row["shape"] for row in rows] == ["data", "tensor", "pipeline"]
+    tables = {table.stem: table.read_text() for table in profiles.glob("*.txt")}
+    assert sorted(tables) == ["data", "pipeline", "tensor"]
+    assert all("aten::mm" in table for table in tables.values())
     assert [row["processes"] for row in rows] == [2, 2, 2]
     assert [len(row["all_step_seconds"]) for row in rows] == [2, 2, 3]
     assert [row["earlier_shapes"] for row in rows] == [0, 1, 2]
@@ -185,6 +191,10 @@ def test_settings_are_checked_before_anything_starts(benchmarks, tmp_path):
         (
             'name = "a"\narguments = ["tiny"]\n[[shape.peer]]\nsettings = {cuda_graph_impl = "transformer_engine"}',
             "use one of none, local, full_iteration",
+        ),
+        (
+            'name = "a"\narguments = ["tiny"]\n[[shape.peer]]\nsettings = {attention_backend = "cudnn"}',
+            "attention_backend='cudnn' is unknown; use one of auto, flash, fused",
         ),
         ('name = "a"\narguments = ["tiny"]\n[[shape]]\nname = "a"\narguments = ["tiny"]', "'a' is used twice"),
     ],

@@ -22,12 +22,14 @@ from msgspec.structs import replace
 from megascale.config import ForeignConfig, ResilienceConfig
 from megascale.core.exit_record import ExitKind, ExitRecord
 from megascale.core.grid import Grid
+from megascale.core.process_orders import DYING_VARIABLE, Resume, read_orders
 from megascale.core.secrets import REPLICA_VARIABLE
+from megascale.core.status import PARKED
 from megascale.observe.hang.evidence import read_process_state
 from megascale.resilience import rules
 from megascale.resilience.agent import process_usage, trainers
 from megascale.resilience.agent.foreign_program import ForeignProgram
-from megascale.resilience.agent.rank_programs import MegascaleTrainer, TrainerProcess
+from megascale.resilience.agent.rank_programs import MegascaleTrainer, Progress, TrainerProcess
 from megascale.resilience.agent.trainers import Trainers
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Start
 from megascale.resilience.protocol.fork_messages import (
@@ -38,6 +40,7 @@ from megascale.resilience.protocol.fork_messages import (
     Fork,
     Forked,
     ForkServerReady,
+    Instruct,
 )
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 from megascale.resilience.rules.view import NodeView, Verdict, View
@@ -400,11 +403,14 @@ def test_a_kill_is_known_before_the_process_is_reaped(tmp_path):
     assert len(changes) == 1
     exits = asyncio.new_event_loop()
     with pytest.raises(TimeoutError):
-        exits.run_until_complete(asyncio.wait_for(local.await_exits(), 0.05))
+        exits.run_until_complete(asyncio.wait_for(local.await_exits("kill"), 0.05))
+    # Only the replacement waits if the other ranks stay in their processes.
+    exits.run_until_complete(asyncio.wait_for(local.await_exits("keep"), 30))
+    assert local._dying_pids == {children[0].pid}
     ended = local.trainers[0].ended
     last_words = ExitRecord(ExitKind.OUT_OF_MEMORY, step=3)
     local._handle_report(Ended(children[0].pid, signal.SIGKILL, last_words, "MemoryError: 2 GiB"))
-    exits.run_until_complete(local.await_exits())
+    exits.run_until_complete(local.await_exits("kill"))
     exits.close()
     assert (local.trainers[0].record, local.trainers[0].error) == (last_words, "MemoryError: 2 GiB")
     assert local.trainers[0].ended == ended  # the end began with the kill
@@ -428,8 +434,149 @@ def test_prepared_processes_wait_on_for_a_later_attempt(tmp_path: Path) -> None:
     assert not local.continue_preparation(replace(later, prepares=False))
     assert not local.continue_preparation(replace(later, settings="[train]"))
     assert not local.continue_preparation(replace(later, ranks=(2, 3)))
+    # Its fork server's report would have the number of an earlier attempt, so its process id would stay unknown.
+    local.trainers[3].pid = 0
+    assert not local.continue_preparation(later)
+    local.trainers[3].pid = 5
+    local.trainers[3].by_agent = True  # it was killed, and the kernel still frees its memory
+    assert not local.continue_preparation(later)
+    local.trainers[3].by_agent = False
     assert local.attempt == 2
     assert local.continue_preparation(later)
     assert (local.attempt, local._start_order) == (3, later)
     local.trainers[3].end(9)
     assert not local.continue_preparation(replace(later, attempt=4))
+
+
+@pytest.mark.parametrize("was_preparing", [False, True], ids=["parked after an attempt", "being killed"])
+def test_an_order_to_prepare_resumes_no_process(was_preparing: bool, tmp_path: Path) -> None:
+    """A process that is resumed begins the present attempt, in which its node has no ranks."""
+    order = Start(1, 2, "tiny", (0,), 2, ("127.0.0.1", 1), "", ())
+    preparation = replace(order, attempt=3, prepares=True)
+
+    async def run() -> tuple[list[TrainerProcess], int, list[TrainerProcess]]:
+        local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None, limits=ResilienceConfig(preload=False))
+        local.start_server()
+        sleeper = await asyncio.create_subprocess_exec("sleep", "600", start_new_session=True)
+        local._start_order, local._is_preparing, local.attempt = order, was_preparing, 2
+        if was_preparing:
+            local._start_order = replace(order, prepares=True)
+        local.trainers = {0: TrainerProcess(0, tmp_path / "log", 0, pid=sleeper.pid, by_agent=was_preparing)}
+        if not was_preparing:
+            local.trainers[0].progress = Progress(PARKED)
+        earlier = list(local.trainers.values())
+        try:
+            assert not local.continue_preparation(preparation)
+            local.end_preparation()
+            assert not local.has_active_ranks()
+            local.start(preparation, "127.0.0.1", b"t" * 64)
+            status = await asyncio.wait_for(sleeper.wait(), 30)
+            return earlier, status, list(local.trainers.values())
+        finally:
+            local.end_server()
+            with contextlib.suppress(ProcessLookupError):
+                sleeper.kill()
+
+    [earlier], status, [trainer] = asyncio.run(run())
+    assert status == -signal.SIGKILL
+    assert earlier.status == signal.SIGKILL
+    assert trainer.attempt_start_ns == 0  # it was forked, not resumed
+    assert trainer.is_waiting
+
+
+def test_ranks_of_an_attempt_are_not_ended_for_a_preparation(tmp_path: Path) -> None:
+    local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
+    local.trainers = {0: TrainerProcess(0, tmp_path / "log", 0, pid=_UNUSED_PID, progress=Progress("train"))}
+    local.end_preparation()
+    assert local.has_active_ranks()
+
+
+def test_a_replacement_learns_which_killed_processes_have_not_ended(tmp_path: Path) -> None:
+    """It waits for their memory. A rank that stays in its process does not."""
+    order = Start(1, 2, "tiny", (0, 1), 2, ("127.0.0.1", 1), "", ())
+    agent_end, server_end = socket.socketpair()
+    local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
+    local._socket = agent_end
+    local._start_order, local.attempt, local._dying_pids = order, 2, {77, 78}
+    parked = TrainerProcess(0, tmp_path / "log", 0, pid=5, progress=Progress(PARKED))
+    killed = TrainerProcess(1, tmp_path / "log", 0, pid=77, status=signal.SIGKILL)
+    local.trainers = {0: parked, 1: killed}
+    local.start(replace(order, attempt=3), "127.0.0.1", b"t" * 64)
+    instruct, fork = FrameReader(TO_FORK_SERVER).feed(server_end.recv(1 << 20))
+    assert isinstance(fork, Fork)
+    assert fork.env[DYING_VARIABLE] == "77,78"
+    assert isinstance(instruct, Instruct)
+    reading_end, writing_end = os.pipe()
+    os.write(writing_end, instruct.line)
+    os.close(writing_end)
+    [resume] = read_orders(reading_end)
+    os.close(reading_end)
+    assert isinstance(resume, Resume)
+    assert resume.environment[DYING_VARIABLE] == ""
+    agent_end.close()
+    server_end.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_a_standby_process_replaces_a_killed_rank_and_gets_a_successor(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "node").mkdir()
+
+    async def run() -> tuple[list[int], list[int]]:
+        limits = ResilienceConfig(standby_processes=True)
+        local = Trainers(tmp_path / "runs" / "tiny", tmp_path / "node", lambda: None, limits=limits)
+        local.start_server()
+        words = ("--train.steps=1000000", "--checkpoint.interval=0")
+        order = Start(1, 1, "tiny", (0,), 1, ("127.0.0.1", 1), tiny.read_text(), words)
+
+        async def wait_for_standby() -> int:
+            while not local._early_pids.get(0):
+                local.read_stages()
+                await asyncio.sleep(0.02)
+            assert local.trainers[0].has_stepped
+            return local._early_pids[0]
+
+        trainer_pids, standby_pids = [], []
+        try:
+            async with asyncio.timeout(240):
+                for attempt in (1, 2):
+                    local.start(replace(order, attempt=attempt), "127.0.0.1", b"t" * 64)
+                    standby_pids.append(await wait_for_standby())
+                    trainer_pids.append(local.trainers[0].pid)
+                    os.kill(local.trainers[0].pid, signal.SIGKILL)
+                    while local.list_running() or local._dying_pids:
+                        local.read_stages()
+                        await asyncio.sleep(0.02)
+                    assert local._early_pids[0] == standby_pids[-1]  # no further process is started for it
+            return trainer_pids, standby_pids
+        finally:
+            local.end_server()
+
+    trainer_pids, standby_pids = asyncio.run(run())
+    assert trainer_pids[1] == standby_pids[0]
+    assert len({trainer_pids[0], *standby_pids}) == 3
+
+
+@pytest.mark.parametrize("has_standby", [False, True])
+def test_standby_processes_of_ranks_that_stay_are_kept(has_standby: bool, tmp_path: Path) -> None:
+    order = Start(1, 2, "tiny", (0, 1, 2), 3, ("127.0.0.1", 1), "", ())
+    limits = ResilienceConfig(standby_processes=has_standby)
+    local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None, limits=limits)
+    local._start_order = order
+    sleepers = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    local._early_pids = {0: sleepers[0].pid, 1: sleepers[1].pid}
+    try:
+        used = local._take_early_processes(replace(order, attempt=3), {0: 5, 2: 6})
+        assert used == {1: sleepers[1].pid}
+        assert local._early_pids == ({0: sleepers[0].pid} if has_standby else {})
+        if not has_standby:
+            assert sleepers[0].wait(30) == -signal.SIGKILL
+        assert sleepers[1].poll() is None
+    finally:
+        for sleeper in sleepers:
+            sleeper.kill()
+            sleeper.wait()
+
+
+def test_standby_processes_need_ranks_that_stay() -> None:
+    with pytest.raises(ValueError, match=r"resilience\.standby_processes=true needs resilience\.keep_seconds above 0"):
+        ResilienceConfig(standby_processes=True, keep_seconds=0)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megascale.config import ResilienceConfig, load
+from megascale.errors import ConfigError
 from megascale.resilience.driver.api.access import describe_open_addresses
 from megascale.resilience.driver.serve_driver import make_listen_error
 from megascale.resilience.driver.start_driver import prepare
@@ -51,3 +52,9 @@ def test_a_relative_folder_of_another_trainer_is_that_of_the_launching_shell(tmp
     for folder, expected in (("", tmp_path), ("work", tmp_path / "work"), ("/data", Path("/data"))):
         config, _ = prepare(load(None, [*overrides, f"--foreign.folder={folder}"]))
         assert config.foreign.folder == str(expected)
+
+
+def test_standby_processes_of_another_trainer_are_refused():
+    overrides = ["--train.device=cpu", "--foreign.command=['true']", "--resilience.standby_processes=true"]
+    with pytest.raises(ConfigError, match=r"set --resilience\.standby_processes=false"):
+        prepare(load(None, overrides))

@@ -17,6 +17,7 @@ from typing import Any
 
 from megascale.core import strict_json
 from megascale.core.calls import Call, CallRecord, GroupCounts, PendingWait
+from megascale.core.group_names import remove_attempt
 from megascale.core.untrusted_files import check_pickle, read_bounded
 from megascale.errors import DataError
 
@@ -89,7 +90,8 @@ def _parse_rank(file: Path) -> int:
 
 def _convert(dump: dict[str, Any], rank: int, world: int) -> FlightDump:
     members = {
-        str(group.get("name")): _parse_members(group.get("ranks")) for group in dump.get("pg_config", {}).values()
+        remove_attempt(str(group.get("name"))): _parse_members(group.get("ranks"))
+        for group in dump.get("pg_config", {}).values()
     }
     calls: list[Call] = []
     pending: list[tuple[int, Call]] = []
@@ -103,7 +105,7 @@ def _convert(dump: dict[str, Any], rank: int, world: int) -> FlightDump:
         if description == "default_pg":
             group = "world"
         else:
-            group = str(name)
+            group = remove_attempt(str(name))
         backend, _, operation = str(entry["profiling_name"]).partition(":")
         is_device |= backend == "nccl"
         sequence = int(entry["p2p_seq_id"] if entry.get("is_p2p") else entry["collective_seq_id"])

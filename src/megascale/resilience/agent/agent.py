@@ -213,7 +213,7 @@ class Agent:
         """End the trainers, or let them wait for the next attempt. Report exit codes and a port for its store."""
         await self.trainers.stop(order.how, order.grace_period)
         await self.telemetry.send_remaining_files()
-        await self.trainers.await_exits()
+        await self.trainers.await_exits(order.how)
         if order.forget:
             pids = await asyncio.to_thread(end_checkpoint_services, self.run_folder, self.node)
             log.info("memory is not trusted: ended checkpoint services %s", pids)
@@ -234,6 +234,8 @@ class Agent:
             return f"no ranks may run on this node: {reason}", 0
         if self.trainers.continue_preparation(order):
             return "", 0
+        if order.prepares:
+            self.trainers.end_preparation()
         if self.trainers.has_active_ranks():
             return "trainers of an older attempt still run", 0
         if not self.shared:  # the driver sends the remaining faults again, each to the node of its rank

@@ -87,6 +87,13 @@ class TrainerProcess:
         """Return whether the rank has left its attempt and its process waits for the next one."""
         return self.status is None and self.progress is not None and self.progress.phase == PARKED
 
+    @property
+    def has_stepped(self) -> bool:
+        """Return whether the running rank has completed a step of its attempt."""
+        if self.status is not None or self.progress is None or self.progress.phase == PARKED:
+            return False
+        return 0 <= self.first_step < self.progress.step
+
     def end(self, status: int, **fields: Any) -> None:
         """Record the end of the process with its wait status, and set the attributes `fields`."""
         self.status = status

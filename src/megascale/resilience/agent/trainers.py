@@ -20,7 +20,7 @@ import subprocess
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +28,7 @@ from megascale.config import ForeignConfig, ResilienceConfig
 from megascale.core.exit_record import ExitKind
 from megascale.core.failure import FailureLog, free_bytes
 from megascale.core.process_orders import (
+    DYING_VARIABLE,
     EARLY_VARIABLE,
     MISSING_VARIABLE,
     PREPARED_VARIABLE,
@@ -78,9 +79,10 @@ _RESUMED_VARIABLES = (
     "MEGASCALE_ATTEMPT",
     "MEGASCALE_NODE_ADDRESS",
     MISSING_VARIABLE,
+    DYING_VARIABLE,
 )
 _NO_ATTEMPT = 0  # attempt number in the order to fork an early process; attempts count from 1
-EARLY_SECONDS = 120.0  # an early process that no order has used after this time is ended
+EARLY_SECONDS = 120.0  # until an unused early process is ended, unless it stays as a standby process
 _FAILED_STATUS = 1 << 8  # wait status of a process with exit code 1
 
 
@@ -127,7 +129,8 @@ class Trainers:
         # By rank: why its process was replaced since the last start, although the rank had no fault.
         self._replacement_reasons: dict[int, str] = {}
         self._common_environment: dict[str, str] = {}  # environment variables of all ranks
-        # By rank: id of its early process, or 0 while the fork server forks it.
+        # By rank: id of its early process, or 0 while the fork server forks it. With resilience.standby_processes every
+        # rank has one from its first step on.
         self._early_pids: dict[int, int] = {}
         self._dying_pids: set[int] = set()  # killed processes whose memory the kernel still frees
 
@@ -275,7 +278,7 @@ class Trainers:
         parked_pids = self._take_parked_trainers(order)
         assert len(parked_pids) == len(self.list_running()), "the previous attempt has not ended"
         replacement_reasons = self._explain_replacements()
-        early_pids = self._take_early_processes(order)
+        early_pids = self._take_early_processes(order, parked_pids)
         self._start_order = order
         self._is_preparing = order.prepares
         self.attempt = order.attempt
@@ -297,8 +300,10 @@ class Trainers:
             if order.prepares:
                 env[PREPARED_VARIABLE] = "1"
             trainer.pid = early_pids.get(rank) or parked_pids.get(local_rank, 0)
+            env[DYING_VARIABLE] = ""
             if rank in early_pids or not trainer.pid:  # the rank's process is a new one
                 trainer.replacement_reason = replacement_reasons.get(rank, "")
+                env[DYING_VARIABLE] = ",".join(str(pid) for pid in sorted(self._dying_pids))
             if trainer.pid:
                 trainer.attempt_start_ns = time.time_ns()
                 attempt_variables = {name: env[name] for name in _RESUMED_VARIABLES}
@@ -335,6 +340,8 @@ class Trainers:
         """
         parked = {trainer.rank: trainer for trainer in self.list_running() if trainer.is_parked}
         reason = explain_change(self._start_order, order)
+        if order.prepares and not reason:
+            reason = "its node only prepares processes for a later attempt"  # these would begin the present one
         if parked and reason:
             self._replacement_reasons |= dict.fromkeys(parked, reason)
             self.start_server()
@@ -348,30 +355,58 @@ class Trainers:
         has_failed = trainer.status != 0 and not trainer.by_agent
         if not has_failed or self._server is None or self._start_order is None or not self._keeps_processes:
             return
-        if trainer.rank not in self._start_order.ranks or not isinstance(self.program, MegascaleTrainer):
+        if trainer.rank in self._start_order.ranks and isinstance(self.program, MegascaleTrainer):
+            self._fork_early_process(trainer, self._start_order.ranks.index(trainer.rank))
+
+    def _fork_early_process(self, trainer: TrainerProcess, local_rank: int) -> None:
+        """Start an early process for a rank, unless the rank has one."""
+        if trainer.rank in self._early_pids:
             return
-        env = self._make_rank_environment(trainer.rank, self._start_order.ranks.index(trainer.rank))
+        env = self._make_rank_environment(trainer.rank, local_rank)
         env[EARLY_VARIABLE] = "1"
         self._early_pids[trainer.rank] = 0
         self._send_to_server(self.program.make_fork(trainer.rank, _NO_ATTEMPT, environment=env, log=trainer.log))
+
+    def _start_standby_processes(self) -> None:
+        """Start an early process for each rank once all ranks have completed a step, with resilience.standby_processes.
+
+        Earlier, it would delay their start and take memory that their first step needs.
+        """
+        if not self._limits.standby_processes or self._is_preparing or self._server is None:
+            return
+        trainers = list(self.trainers.values())
+        if isinstance(self.program, MegascaleTrainer) and all(trainer.has_stepped for trainer in trainers):
+            for local_rank, trainer in enumerate(trainers):
+                self._fork_early_process(trainer, local_rank)
 
     def _add_early_process(self, rank: int, pid: int) -> None:
         """Store the id of an early process that was forked, or end the process if no rank waits for it any more."""
         if self._early_pids.get(rank) == 0:
             self._early_pids[rank] = pid
-            asyncio.get_running_loop().call_later(EARLY_SECONDS, self._end_unused_process, rank, pid)
+            if not self._limits.standby_processes:
+                asyncio.get_running_loop().call_later(EARLY_SECONDS, self._end_unused_process, rank, pid)
         else:
             self._end_early_process(pid)
 
-    def _take_early_processes(self, order: Start) -> dict[int, int]:
-        """Return the process ids of early processes that the order can use, by rank. End the other early processes."""
+    def _take_early_processes(self, order: Start, parked_pids: Mapping[int, int]) -> dict[int, int]:
+        """Return the process ids of early processes that the order can use, by rank.
+
+        End the other early processes, except those of ranks that stay if resilience.standby_processes is set.
+
+        Args:
+            parked_pids: ids of the processes that stay, by local rank.
+        """
         early_pids = self._early_pids
         self._early_pids = {}
         is_usable = not order.fresh and not order.prepares and not explain_change(self._start_order, order)
         used_pids = {}
         for rank, pid in early_pids.items():
-            if is_usable and pid and rank in order.ranks:
+            if not is_usable or not pid or rank not in order.ranks:
+                self._end_early_process(pid)
+            elif order.ranks.index(rank) not in parked_pids:
                 used_pids[rank] = pid
+            elif self._limits.standby_processes:
+                self._early_pids[rank] = pid
             else:
                 self._end_early_process(pid)
         return used_pids
@@ -409,15 +444,23 @@ class Trainers:
     def continue_preparation(self, order: Start) -> bool:
         """Let the processes that were prepared before wait for the attempt after that of `order`, if they can.
 
+        Processes that the agent ends, and those that the fork server has not forked yet, cannot.
+
         Returns:
             Whether `order` is thereby carried out.
         """
         is_same = self._is_preparing and order.prepares and not explain_change(self._start_order, order)
-        if not is_same or len(self.list_running()) != len(order.ranks):
+        waiting = [trainer for trainer in self.list_running() if trainer.pid and not trainer.by_agent]
+        if not is_same or len(waiting) != len(order.ranks):
             return False
         self.attempt = order.attempt
         self._start_order = order
         return True
+
+    def end_preparation(self) -> None:
+        """End the processes that wait for their first attempt, with their fork server."""
+        if self._is_preparing and self.list_running():
+            self.start_server()
 
     def is_prepared(self) -> bool:
         """Return whether the start order was to prepare processes, and all of them wait for their first attempt."""
@@ -593,8 +636,17 @@ class Trainers:
             self._start_early_process(trainer)
             self._on_change()
 
-    async def await_exits(self) -> None:
-        """Wait until killed ranks have freed their memory, because the next attempt needs the GPU's."""
+    async def await_exits(self, how: str) -> None:
+        """Wait until killed ranks have freed their memory, because the next attempt needs the GPU's.
+
+        If the other ranks stay in their processes, only the replacements wait (train/predecessors.py), and all ranks
+        make their groups meanwhile.
+
+        Args:
+            how: the kind of the order to stop, as for `stop`.
+        """
+        if how in ("keep", "leave") and self._keeps_processes and isinstance(self.program, MegascaleTrainer):
+            return
         while self._dying_pids:
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -621,6 +673,7 @@ class Trainers:
             self._read_progress(trainer)
             if trainer.progress is not None:
                 stages[trainer.rank] = (trainer.progress.phase, trainer.progress.step > trainer.first_step)
+        self._start_standby_processes()
         return stages
 
     def read_checksums(self) -> dict[str, str]:

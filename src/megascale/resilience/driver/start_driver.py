@@ -101,6 +101,11 @@ def _prepare_foreign(config: Config, gpus: int, *, shared: bool) -> Config:
 
     gpus: GPUs per node, or with `shared` the GPUs of this machine, which all nodes share.
     """
+    if config.resilience.standby_processes:
+        raise ConfigError(
+            "resilience.standby_processes=true prepares processes of this package's trainer, and a command of another "
+            "one is given; set --resilience.standby_processes=false"
+        )
     gpus_per_node = gpus
     if shared:
         gpus_per_node = gpus // (config.resilience.nodes + config.resilience.spares)

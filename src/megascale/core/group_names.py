@@ -1,0 +1,25 @@
+"""Names of process groups in torch: the name in the plan (`rendezvous/group_plan.py`) and the attempt.
+
+torch's symmetric memory caches the ranks and the store of a group by its name, until the process ends. A process that
+outlives an attempt therefore gives the groups of each attempt other names. People, records of calls and comparisons of
+ranks use the name in the plan.
+"""
+
+from __future__ import annotations
+
+import re
+
+_NAME_WITH_ATTEMPT = re.compile(r"(\w+/\d+(?:-\d+)?)@\d+")
+
+
+def make_attempt_suffix(attempt: int) -> str:
+    """Return the end of the names of an attempt's groups; equal on all ranks of the attempt."""
+    return f"@{attempt}"
+
+
+def remove_attempt(name: str) -> str:
+    """Return the name in the plan of a group of torch. Other names, such as another trainer's, stay as they are."""
+    match = _NAME_WITH_ATTEMPT.fullmatch(name)
+    if match is None:
+        return name
+    return match[1]
