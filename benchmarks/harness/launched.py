@@ -72,6 +72,7 @@ def make(folder: Path) -> Path:
 
 
 START_LINE = "ready to train "  # begins the line that a rank logs before its first step
+LEAVE_LINE = "has left attempt "  # is in the line that a rank logs when it waits for the next attempt
 FIRST_STEP_LINE = "first step complete "  # begins the line that a rank logs after its first step
 
 
@@ -149,6 +150,10 @@ class Launched:
     def read_starts(self) -> dict[str, str]:
         """Return by rank the newest line of its log that divides the seconds of its start."""
         return {rank: lines[-1] for rank, lines in self._read_log_lines(START_LINE).items()}
+
+    def read_leaves(self) -> dict[str, str]:
+        """Return by rank the newest line of its log that divides the seconds of leaving an attempt."""
+        return {rank: lines[-1] for rank, lines in self._read_log_lines(LEAVE_LINE).items()}
 
     def read_first_steps(self) -> dict[str, list[str]]:
         """Return by rank a line per start, which has the seconds of the first step."""

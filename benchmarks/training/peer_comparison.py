@@ -156,6 +156,9 @@ def peers(
         "--even-experts",
         help="With model.mlp=experts: force an even load, here by turns, there by random scores.",
     ),
+    peers_only: bool = typer.Option(
+        False, "--peers-only", help="Train the peers alone, for a comparison with rows of ours from the same machine."
+    ),
     peer_seconds: float = typer.Option(
         600, min=1, help="Seconds that a turn of a peer may take before the bench gives it up."
     ),
@@ -223,7 +226,7 @@ def peers(
     }
     results: list[PeerResult] = []
     with temporary_folder() as folder, Progress(transient=True) as progress:
-        names = [OURS] + chosen
+        names = chosen if peers_only else [OURS] + chosen
         bar = progress.add_task("", total=turns * len(names))
         for turn in range(turns):
             for name in names if turn % 2 == 0 else names[::-1]:
@@ -589,8 +592,11 @@ def show(record: dict[str, Any], config: Config, results: list[PeerResult]) -> N
     table = Table(box=box.SIMPLE_HEAD)
     for number, column in enumerate(("", "s/step", "spread", "tokens/s each", "MFU", "GiB", "ours over it")):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
-    ours = next(item for item in output if item["name"] == OURS)
+    ours = next((item for item in output if item["name"] == OURS), None)
     for outcome in output:
+        ratio = ""
+        if ours is not None and outcome is not ours:
+            ratio = f"{outcome['seconds'] / ours['seconds']:.3f}x"
         table.add_row(
             outcome["name"],
             f"{outcome['seconds']:.4f}",
@@ -598,7 +604,7 @@ def show(record: dict[str, Any], config: Config, results: list[PeerResult]) -> N
             f"{outcome['rate']:,.0f}",
             f"{100 * outcome['mfu']:.1f}%" if outcome["mfu"] else "",
             f"{outcome['memory_gib']:.1f}" if outcome["memory_gib"] else "",
-            "" if outcome is ours else f"{outcome['seconds'] / ours['seconds']:.3f}x",
+            ratio,
         )
     rates = [result.sustained for result in results if result.sustained]
     console.print(

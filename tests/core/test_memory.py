@@ -1,6 +1,7 @@
 """Memory and traffic against closed forms, and the list of saved tensors against what the model really keeps."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -18,9 +19,12 @@ from megascale.core.parameter_counts import (
     count_chunk_parameters,
     count_layer_parameters,
     count_stage_parameters,
+    count_stage_units,
 )
 from megascale.core.saved_tensors import layer_saved_tensors
 from megascale.core.traffic import estimate_stage_traffic
+from megascale.core.unit_slots import TABLE_PARTS, size_staging
+from tests.exact.cases import HARD
 
 
 def configure(
@@ -339,6 +343,116 @@ def test_buffers_and_optimizer_are_as_large_as_counted(zero, precision, optimize
     assert size(weights) == pytest.approx(counted.weights, rel=0.01)
     assert size(gradients) == pytest.approx(counted.gradients, rel=0.01)
     assert sum(sizes) / len(sizes) == pytest.approx(counted.optimizer, rel=0.01)
+
+
+def test_states_of_llama_8b_in_zero_2():
+    """The states of a rank stay below 50 GB in DP4, in the plan and in the buffers that a rank allocates.
+
+    The buffers are on the meta device, which gives tensors their sizes without memory.
+    """
+    torch = pytest.importorskip("torch")
+    from megascale.model.transformer import Chunk
+    from megascale.parallel.buffers import Axes, ParamAndGradBuffer
+    from megascale.parallel.collectives import Axis
+    from megascale.parallel.data_parallel import DataParallel
+
+    train = {"micro_batch": 1, "global_batch": 16, "precision": "bfloat16"}
+    config = configure({"preset": "llama-8b", "vocab_size": 128256}, {"data": 4, "zero": 2}, train)
+    planned = memory_of(config, 4, 0)
+    assert planned.weights + planned.gradients + planned.optimizer < 50e9
+    layout = lay_out(config, 4)
+    axis = Axis(None, 4, 1)
+    (layers,) = layout.stage_layers(0)
+    chunk = Chunk(config.model, layers, is_first=True, is_last=True, dtype=torch.bfloat16)
+    buffer = ParamAndGradBuffer(
+        chunk,
+        torch.device("meta"),
+        Axes(data=axis, reduce=axis),
+        zero=2,
+        bucket_elements=layout.bucket_elements,
+        table_part=layout.find_table_part(0),
+    )
+    slots = DataParallel([buffer]).gradient_slots
+    assert slots is not None
+    gradient_bytes = buffer.grads.nbytes + buffer.shard_grads.nbytes + slots.memory.nbytes
+    assert gradient_bytes == pytest.approx(planned.gradients, rel=1e-3)
+    assert buffer.params.nbytes == pytest.approx(planned.weights, rel=1e-3)
+    # AdamW keeps a master weight and two moments in float32 per element of the rank's shards.
+    owned = sum(shard.params.numel() for shard in buffer.shards)
+    assert 12 * owned == pytest.approx(planned.optimizer, rel=1e-3)
+    assert buffer.params.nbytes + gradient_bytes + 12 * owned < 50e9
+
+
+@pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("zero", "ranks"), [(2, 2), (2, 8), (3, 8)])
+def test_staging_of_copies_is_as_large_as_counted(zero, ranks, reduce_dtype):
+    """Reductions by copies allocate staging memory, which the estimate counts, and fill both halves of it."""
+    torch = pytest.importorskip("torch")
+    from megascale.parallel.copy_reduction import CopyReduction
+
+    train = {"micro_batch": 1, "global_batch": 8, "precision": "bfloat16"}
+    model = {"hidden": 512, "heads": 8, "layers": 4, "vocab_size": 1024}
+    config = configure(model, {"data": ranks, "zero": zero, "reduce_dtype": reduce_dtype}, train)
+    layout = lay_out(config, ranks)
+
+    def estimate(reduces_by_copies: bool) -> memory.MemoryEstimate:
+        return estimate_stage_memory(
+            config.model,
+            config.parallel,
+            layout.grid,
+            layout.schedule(),
+            0,
+            1,
+            "bfloat16",
+            reduces_by_copies=reduces_by_copies,
+        )
+
+    counted = estimate(reduces_by_copies=True).gradients - estimate(reduces_by_copies=False).gradients
+    units = count_stage_units(config.model, config.parallel, 0)
+    elements = units.count_gradient_slots(layout.find_table_part(0))
+    sent_dtype = getattr(torch, reduce_dtype)
+
+    peer_memory = [torch.zeros(elements * 4 + 512, dtype=torch.uint8) for _ in range(ranks)]
+    exchange = SimpleNamespace(rank=1, size=ranks, peer_memory=peer_memory)
+    copies = CopyReduction(exchange, elements, torch.float32, sent_dtype)
+    assert copies.staging.nbytes == counted
+    # Pieces are smaller among more ranks.
+    assert math.prod(size_staging(1 << 30, 4)) == pytest.approx(math.prod(size_staging(1 << 30, 2)), rel=1e-6)
+    assert math.prod(size_staging(1 << 30, 8)) == 2 * 7 * (1 << 21)
+
+
+@pytest.mark.parametrize("name", [name for name in HARD if "divided by rows" in name])
+def test_cases_with_divided_tables_divide_them(name):
+    """The exact cases of divided tables have tables that are large enough, on each stage that has one."""
+    layout = lay_out(from_tree(HARD[name].tree), HARD[name].world)
+    for stage in range(layout.grid.pipeline):
+        part = layout.find_table_part(stage)
+        units = count_stage_units(layout.config.model, layout.config.parallel, stage)
+        assert part is not None
+        assert units.outer > TABLE_PARTS * part
+
+
+@pytest.mark.parametrize("columns", [50304, 128256])
+@pytest.mark.parametrize("tokens", [1, 300, 8192, 32768])
+def test_groups_of_logits_are_those_of_the_loss(columns, tokens):
+    cross_entropy = pytest.importorskip("megascale.ops.cross_entropy")
+    group = cross_entropy.chunk_tokens(tokens, columns, 2)
+    assert memory.count_logits_groups(tokens, columns, 2) == len(range(0, tokens, group))
+
+
+def test_a_divided_head_is_reduced_once_per_group_of_logits():
+    """Llama 8B in ZeRO-2: two groups of 8,192 tokens reduce the head's 525 million elements twice per micro-batch."""
+    train = {"micro_batch": 1, "global_batch": 16, "precision": "bfloat16"}
+    reduced = []
+    for sequence_length in (4096, 8192):
+        model = {"preset": "llama-8b", "vocab_size": 128256, "sequence_length": sequence_length}
+        config = configure(model, {"data": 4, "zero": 2}, train)
+        layout = lay_out(config, 4)
+        traffic = estimate_stage_traffic(
+            config.model, config.parallel, layout.grid, layout.schedule(), 0, 1, "bfloat16"
+        )
+        reduced.append(traffic.data_reduce)
+    assert reduced[1] - reduced[0] == 0.75 * 4 * 4 * 128256 * 4096
 
 
 @pytest.mark.parametrize("options", [{"tied_embeddings": False, "head_bias": True}, {"activation": "swiglu"}])

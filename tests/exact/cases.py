@@ -109,6 +109,26 @@ HARD = {
     "vocabulary not divisible, tied over stages": case(
         2, 2, 2, microbatches=3, zero=2, model={"layers": 2, "vocab_size": 19, "vocab_multiple": 16}
     ),
+    "ZeRO-2, tables divided by rows": case(
+        1,
+        1,
+        4,
+        microbatches=2,
+        zero=2,
+        model={"layers": 2, "vocab_size": 450, "tied_embeddings": False},
+        parallel={"bucket_elements": 700},
+        optimizer={"name": "lamb"},
+    ),
+    "ZeRO-2, tables of two stages divided by rows, nothing overlapped": case(
+        2,
+        2,
+        2,
+        microbatches=3,
+        zero=2,
+        model={"layers": 2, "vocab_size": 450, "tied_embeddings": False, "head_bias": True},
+        parallel={"bucket_elements": 700, "reduce_dtype": "float32"},
+        overlap={"data": False},
+    ),
     # Rounds of interleaved 1F1B of unequal size, and larger than the pipeline.
     "uneven rounds, 2 stages of 3": case(1, 2, 2, virtual=3, microbatches=5, model={"layers": 6}),
     "uneven rounds, 4 stages of 2": case(1, 4, 2, virtual=2, microbatches=7, zero=2, model={"layers": 9}),

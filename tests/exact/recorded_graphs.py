@@ -90,9 +90,11 @@ class RecordingPool:
             if data_parallel.parameter_slots is not None:
                 data_parallel.parameter_slots.wait()
         copies = [part.clone() for part in memory]
-        yield
-        for part, copy in zip(memory, copies, strict=True):
-            part.copy_(copy)
+        try:
+            yield
+        finally:
+            for part, copy in zip(memory, copies, strict=True):
+                part.copy_(copy)
 
 
 @contextmanager

@@ -17,9 +17,8 @@ import torch
 from megascale.config import from_tree
 from megascale.core.batch import NO_FIELDS, SampleFields
 from megascale.core.layout import lay_out
-from megascale.core.schedule import ActionKind
 from megascale.errors import ConfigError
-from megascale.parallel.chunk_graphs import EAGER_STEPS, CapturedMicrobatch, ChunkGraphs, GraphedRunner, find_boundaries
+from megascale.parallel.chunk_graphs import EAGER_STEPS, CapturedMicrobatch, ChunkGraphs, GraphedRunner
 from megascale.train.engine import Engine
 from tests.exact.cases import TWO_LAYERS, case
 from tests.exact.training import RankReport, make_engine, observe, run_step, state_of
@@ -69,6 +68,7 @@ EXPERT_LAYOUTS = {
     "recomputed": (case(2, 1, 1, microbatches=2, model=EXPERTS, parallel={"recompute": "full"}), {"expert_rows": 2}, 0),
     "room": (case(2, 1, 2, microbatches=4, model=EXPERTS), {"expert_rows": 2}, 0),
     "no room": (case(2, 1, 2, microbatches=4, model=EXPERTS), {"expert_rows": 1}, 2),
+    "room, pipeline, data": (case(2, 2, 2, microbatches=4, model=EXPERTS), {"expert_rows": 2}, 0),
     "no room, pipeline": (case(2, 2, 1, microbatches=2, model=EXPERTS), {"expert_rows": 1}, 2),
 }
 
@@ -240,12 +240,3 @@ def test_where_they_cannot_be_had(settings, why):
     layout = lay_out(from_tree({**layout.tree, "kernels": {"graphs": "on"}}), layout.world)
     with pytest.raises(ConfigError, match=f"kernels.graphs=on is unavailable: .*{why}"):
         Engine(layout, None, torch.device("cpu"))
-
-
-def test_turns():
-    forward = ActionKind.FORWARD
-    backward = ActionKind.BACKWARD
-    reduce = ActionKind.REDUCE_GRADS
-    actions = [(forward, 0, 0), (forward, 0, 1), (backward, 0, 1), (reduce, 0, 0), (backward, 0, 0)]
-    boundaries = find_boundaries(actions)[0]  # type: ignore[arg-type]
-    assert (boundaries.first_forward, boundaries.first_backward, set(boundaries.reduced_backwards)) == (0, 1, {0})

@@ -12,7 +12,7 @@ from megascale.ops.segments import TILE
 from megascale.train.update_check import RANGE
 from tests.chaos.corruption.bit_flips import EVERY_RANK, BitFlip
 from tests.chaos.corruption.checked_training import CheckedResult, train_checked
-from tests.exact.cases import TWO_LAYERS, Case, case
+from tests.exact.cases import HARD, TWO_LAYERS, Case, case
 from tests.exact.test_experts import BALANCED, experts_case
 
 STEP = 2  # the first step that is checked with an interval of 2
@@ -24,6 +24,7 @@ HEALTHY = {
         1, 2, 2, microbatches=3, virtual=2, zero=1, model={"layers": 4}, parallel={"bucket_elements": 700}
     ),
     "ZeRO-2, recomputed": case(1, 1, 3, microbatches=1, zero=2, model=DROPOUT, parallel={"recompute": "full"}),
+    "ZeRO-2, tables divided by rows": HARD["ZeRO-2, tables divided by rows"],
     "ZeRO-3, reduced in bfloat16": case(
         2,
         1,
@@ -130,6 +131,8 @@ NAMED = [
         True,
         (0, 1),
     ),
+    (HARD["ZeRO-2, tables divided by rows"], "gemm", 20, False, (3,)),
+    (HARD["ZeRO-2, tables divided by rows"], "reduced gradient", 1, False, (1,)),
     (case(1, 1, 2, microbatches=1, model=TWO_LAYERS, optimizer={"name": "lamb"}), "update", 0, False, (1,)),
     (case(1, 1, 3, microbatches=1, model=TWO_LAYERS, optimizer={"name": "lamb"}), "update", 1, True, (2,)),
     (case(1, 1, 2, microbatches=1, model=TWO_LAYERS, optimizer={"name": "muon"}), "update", 3, False, (1,)),

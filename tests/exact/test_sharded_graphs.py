@@ -47,6 +47,16 @@ LAYOUTS: dict[str, tuple[Case, int]] = {
         case(data=2, microbatches=3, zero=2, model=TWO_LAYERS, train={"linear_precision": "float8"}),
         2,
     ),
+    "ZeRO-2, tables divided by rows": (
+        case(
+            data=2,
+            microbatches=3,
+            zero=2,
+            model={**UNTIED, **TWO_LAYERS, "vocab_size": 450},
+            parallel={"bucket_elements": 700},
+        ),
+        3,
+    ),
     "ZeRO-3, tied": (case(data=2, microbatches=3, zero=3), 3),
     "ZeRO-3, five blocks, ten replays": (case(data=2, microbatches=5, zero=3, model={**UNTIED, "layers": 5}), 5),
     "ZeRO-3, one micro-batch, biased head, LAMB": (

@@ -71,6 +71,9 @@ class Late(side_stream.InlineStream):
     def synchronize(self) -> None:
         self._close(0)
 
+    def discard(self) -> None:
+        self.open.clear()
+
     @torch.no_grad()
     def _close(self, remaining: int) -> None:
         while len(self.open) > remaining:

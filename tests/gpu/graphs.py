@@ -2,10 +2,11 @@
 
     PYTHONPATH=src:. python tests/gpu/graphs.py
     PYTHONPATH=src:. torchrun --nproc-per-node 2 tests/gpu/graphs.py tensor
+    PYTHONPATH=src:. torchrun --nproc-per-node 4 tests/gpu/graphs.py "pipeline data"
 
-With several processes: in tensor, pipeline or data parallelism of all of them, as the argument says; zero2 and zero3
-are data parallelism with that value of parallel.zero. Names of cases may follow; a case that takes longer than
-CASE_SECONDS ends the script with all stacks.
+With several processes, the first argument has the axes along which they are laid: tensor and pipeline of two ranks, and
+data of all remaining ranks. zero2 and zero3 are data parallelism with that value of parallel.zero. Names of cases may
+follow; a case that takes longer than CASE_SECONDS ends the script with all stacks.
 
 Every case trains some steps of a small model twice from the same start, eagerly and replayed: losses, gradient norms
 and weights must be the same bits. Then the milliseconds of a step each way, until the host has launched it and until
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import faulthandler
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +28,8 @@ from megascale.core.batch import NO_FIELDS, SampleFields
 from megascale.rendezvous.groups import shutdown
 from tests.gpu.small_steps import train
 
-STEPS, TIMED = 6, 20
+STEPS = 12  # the last ten replay each capture at least once
+TIMED = 20
 CASE_SECONDS = 120  # compiling kernels included
 SERIAL: dict[str, Any] = {"model": {"block": "serial"}}
 PARALLEL: dict[str, Any] = {"model": {"block": "parallel"}}
@@ -52,7 +55,9 @@ SEVERAL = (
     POSITIONS,
     DOCUMENTS,
 )
-SAMPLES = {"data": 1, "zero2": 2, "zero3": 3}  # arguments that cut the batch, and their parallel.zero
+# Those whose eager micro-batches are in flight in a pipeline when a replay first needs a capture.
+PIPELINED = ("two chunks, three in flight", "float8, gathered", "float8, row-wise")
+SAMPLES = {"data": 1, "zero2": 2, "zero3": 3}  # axes that cut the batch, and their parallel.zero
 CASES: dict[str, list[dict[str, Any]]] = {
     "serial": [SERIAL],
     "parallel": [PARALLEL],
@@ -65,6 +70,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "two chunks, three in flight": [SERIAL, {"parallel": {"virtual_stages": 2, "micro_batch_group_size": 4}}],
     "float8": [SERIAL, FLOAT8],
+    "float8, gathered": [SERIAL, FLOAT8, {"parallel": {"gather_precision": "float8"}}],
     "float8, parallel": [PARALLEL, FLOAT8],
     "float8, parallel, side stream": [PARALLEL, FLOAT8, {"overlap": {"gemms": "on"}}],
     "float8, row-wise": [SERIAL, {"train": {"linear_precision": "float8_rowwise"}}],
@@ -77,17 +83,18 @@ CASES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def tree_of(parts: list[dict[str, Any]], graphs: str, axis: str = "") -> dict[str, Any]:
-    """The configuration of a case; axis: which one several processes are laid along."""
+def tree_of(parts: list[dict[str, Any]], graphs: str, axes: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the configuration of a case for processes that are laid along `axes`."""
+    zero_settings = [SAMPLES[axis] for axis in axes if axis in SAMPLES]
     tree: dict[str, Any] = {
         "model": {"layers": 4, "hidden": 256, "heads": 4, "sequence_length": 256, "vocab_size": 1000},
-        "train": {"micro_batch": 2, "global_batch": 32 if axis in SAMPLES else 8, "precision": "bfloat16"},
+        "train": {"micro_batch": 2, "global_batch": 32 if zero_settings else 8, "precision": "bfloat16"},
         "parallel": {
-            "tensor": 2 if axis == "tensor" else 1,
-            "pipeline": 2 if axis == "pipeline" else 1,
-            "zero": SAMPLES.get(axis, 1),
+            "tensor": 2 if "tensor" in axes else 1,
+            "pipeline": 2 if "pipeline" in axes else 1,
+            "zero": max(zero_settings, default=1),
             # Where ZeRO-3 gathers matrices in their own type, float8 copies of them are not captured.
-            "gather_precision": "auto" if axis == "zero3" else "default",
+            "gather_precision": "auto" if "zero3" in axes else "default",
         },
         "kernels": {"graphs": graphs},
         "lr": {"peak": 1e-3, "warmup_steps": 2},
@@ -98,27 +105,34 @@ def tree_of(parts: list[dict[str, Any]], graphs: str, axis: str = "") -> dict[st
     return tree
 
 
+def is_included(name: str, chosen: Sequence[str], axes: Sequence[str]) -> bool:
+    """Return whether a case runs: the chosen ones, or all that differ from the cases of one process."""
+    if chosen:
+        return name in chosen
+    if not axes:
+        return name != "float8, gathered"
+    overlaps_eager = "pipeline" in axes and ("data" in axes or "zero2" in axes)
+    return name in SEVERAL or (overlaps_eager and name in PIPELINED)
+
+
 def main() -> int:
     """The table; 1 if anything differs."""
-    wrong, axis = 0, sys.argv[1] if len(sys.argv) > 1 else ""
-    location, groups = join_groups(configuration.from_tree(tree_of([SERIAL], "off", axis)))
+    wrong = 0
+    axes = sys.argv[1].split() if len(sys.argv) > 1 else []
+    location, groups = join_groups(configuration.from_tree(tree_of([SERIAL], "off", axes)))
     chosen = sys.argv[2:]
     output = f"{location.world} x {torch.cuda.get_device_name()}, torch {torch.__version__}"
     if not location.rank:
-        print(f"{output}, {axis} parallelism" if axis else output)
+        print(f"{output}, {' and '.join(axes)} parallelism" if axes else output)
         print(f"{'case':34} {'same bits':10} {'eager ms':>17} {'replayed ms':>17}", flush=True)
     for name, parts in CASES.items():
-        if chosen:
-            is_skipped = name not in chosen
-        else:
-            is_skipped = bool(axis) and name not in SEVERAL
-        if is_skipped:
+        if not is_included(name, chosen, axes):
             continue
         faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
         try:
             fields = FIELDS.get(name, NO_FIELDS)
-            eager = train(tree_of(parts, "off", axis), STEPS, TIMED, {}, location, groups, fields)
-            graphs = train(tree_of(parts, "auto", axis), STEPS, TIMED, eager.attention, location, groups, fields)
+            eager = train(tree_of(parts, "off", axes), STEPS, TIMED, {}, location, groups, fields)
+            graphs = train(tree_of(parts, "auto", axes), STEPS, TIMED, eager.attention, location, groups, fields)
         except Exception as error:  # the others are still of interest
             print(f"{name:34} {type(error).__name__}: {str(error).strip().splitlines()[0]}", flush=True)
             wrong += 1

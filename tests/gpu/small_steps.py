@@ -101,6 +101,11 @@ def train(
     engine.synchronize()
     torch.cuda.synchronize()
     full = time.perf_counter() - began
-    eager = engine.graphs.failure if engine.graphs is not None else engine.active.get("CUDA graphs", "off")
+    if engine.graphs is None:
+        eager = engine.active.get("CUDA graphs", "off")
+    elif engine.graphs.count_captures():
+        eager = ""
+    else:
+        eager = engine.graphs.failure or "no micro-batch was captured"
     determinism = engine.active.get("deterministic", "off")
     return Steps(result, host / timed * 1e3, full / timed * 1e3, engine.attention_choices, eager, determinism)

@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.ops import dispatch
-from megascale.ops.embedding import PROGRAM_POSITIONS, add_rows, embedding, embedding_reference
+from megascale.ops.embedding import (
+    PROGRAM_POSITIONS,
+    add_rows,
+    add_sorted_rows,
+    embedding,
+    embedding_reference,
+    sort_tokens,
+)
 from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach, detach, get_sink
 from tests.ops.tools import distance
 
@@ -51,6 +58,20 @@ def test_rows_get_the_sums_of_their_tokens(tokens, columns, dtype, cut):
     embedding_reference(ids, exact, local).backward(upstream.double())
     assert distance(get_sink(w).main_grad, 1.0 + exact.grad) < 1e-6  # with what was there: sums may cancel
     assert dispatch.list_choices()["embedding"] == "triton"
+
+
+@pytest.mark.parametrize("part", [3, 5, 12])
+def test_parts_of_the_rows_are_those_of_the_whole_gradient(part):
+    """A divided table's rows are written part by part, from tokens that are sorted once."""
+    ids = torch.tensor([7, 1, 11, 1, 0, 3, 1, 2, 5] * PROGRAM_POSITIONS)
+    dy = torch.randn(len(ids), 8, generator=torch.Generator().manual_seed(3))
+    whole = torch.zeros(12, 8)
+    add_rows(whole, ids, dy)
+    sorted_tokens = sort_tokens(ids)
+    for first in range(0, 12, part):
+        rows = torch.zeros(min(part, 12 - first), 8)
+        add_sorted_rows(rows, sorted_tokens, dy, first_row=first)
+        assert torch.equal(rows, whole[first : first + part])
 
 
 def test_many_long_runs_of_every_length_meet_in_one_block():

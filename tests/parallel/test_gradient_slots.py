@@ -10,7 +10,10 @@ import torch
 
 from megascale.config import from_tree
 from megascale.core.batch import Batch
+from megascale.core.unit_slots import TABLE_PARTS
+from megascale.model.context import ForwardContext
 from megascale.model.transformer import Chunk
+from megascale.ops import cross_entropy
 from megascale.parallel import parameter_slots
 from megascale.parallel.buffer_layout import BufferMember, find_gaps, lay_out
 from megascale.parallel.buffers import Axes, ParamAndGradBuffer
@@ -42,6 +45,8 @@ def make_data_parallel(
     rank: int,
     shares_block: bool = False,
     bucket_elements: int | None = None,
+    table_part: int | None = None,
+    overlap: bool = True,
     **options: Any,
 ) -> DataParallel:
     model = {"hidden": 12, "heads": 4, "layers": LAYERS, "sequence_length": 8, "vocab_size": 21, "init_std": 0.2}
@@ -50,8 +55,10 @@ def make_data_parallel(
     if shares_block:
         module.blocks[2] = module.blocks[0]
     data = Axis(None, RANKS, rank)
-    buffer = ParamAndGradBuffer(module, torch.device("cpu"), Axes(data=data, reduce=data), zero, bucket_elements)
-    data_parallel = DataParallel([buffer], microbatches=3)
+    buffer = ParamAndGradBuffer(
+        module, torch.device("cpu"), Axes(data=data, reduce=data), zero, bucket_elements, table_part=table_part
+    )
+    data_parallel = DataParallel([buffer], overlap, microbatches=3)
     data_parallel._start_reduction = CountedReduction()  # resident buffers hold the sums
     if data_parallel.gradient_slots is not None:
         data_parallel.gradient_slots.start_reduction = partial(reduce_into_shard, LateReduction())
@@ -98,12 +105,16 @@ class CountedReduction:
         return Pending(grads)
 
 
-def run_step(data: DataParallel, microbatches: int) -> None:
-    """Run forward and backward of a step's micro-batches, each with tokens of its own."""
+def run_step(data: DataParallel, microbatches: int, token_grad: torch.Tensor | None = None) -> None:
+    """Run forward and backward of a step's micro-batches, each with tokens of its own.
+
+    With `token_grad` the loss computes its gradients in forward.
+    """
     data.begin_step()
     for i in range(microbatches):
         tokens = (torch.arange(8)[:, None] * (i + 1)) % 21
-        loss = data.buffers[0].module(tokens, Batch(tokens, tokens)).sum()
+        context = ForwardContext(token_grad=token_grad)
+        loss = data.buffers[0].module(tokens, Batch(tokens, tokens), context).sum()
         if data.gradient_slots is not None or i == microbatches - 1:
             data.arm_reductions(0)
         data.begin_backward(0)
@@ -158,6 +169,39 @@ def test_shards_have_the_sums_of_all_micro_batches(options, shares_block, rank, 
     assert buckets == matrices * blocks + 2 * ("block" not in options)
     assert data.gradient_slots.start_reduction.args[0].count == 3 * 3 * buckets
     assert data._start_reduction.count == 3 * len(data.buffers[0].resident_buckets)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("early", [True, False], ids=["gradient in forward", "gradient in backward"])
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_tables_are_reduced_by_rows(rank, early, overlap, monkeypatch):
+    """Parts of a table use the slots in turn, and the head is reduced once per group of tokens of the loss."""
+    options = {"tied_embeddings": False, "vocab_size": 250}
+    monkeypatch.setattr(cross_entropy, "chunk_tokens", lambda tokens, columns, itemsize: 3)
+    expected = collect_expected(monkeypatch, options, shares_block=False, microbatches=3)
+    part_rows = 32  # the fewest rows that two ranks divide without padding
+    data = make_data_parallel(
+        monkeypatch, 2, rank, bucket_elements=500, table_part=12 * part_rows, overlap=overlap, **options
+    )
+    slots = data.gradient_slots
+    assert slots is not None
+    if early:
+        assert data.allow_early_gradients(data.buffers[0].module.output_weight)
+    parts = [bucket for bucket in slots.buckets[0] if bucket.is_part]
+    assert len(parts) == 2 * 256 // part_rows
+    assert {bucket.start for bucket in parts} == {12 * part_rows * i for i in range(TABLE_PARTS)}
+    for _ in range(3):
+        run_step(data, 3, token_grad=torch.ones((), dtype=torch.float64) if early else None)
+        assert not slots.active
+        compared = set()
+        for (name, start), grad in collect_shard(data).items():
+            shard = expected[name].flatten()[start : start + grad.numel()]
+            torch.testing.assert_close(grad, shard, rtol=1e-12, atol=1e-14)
+            compared.add(name)
+        assert compared >= {"embedding.token.weight", "head.weight"}
+    blocks = len(slots.buckets[0]) - len(parts)
+    groups = 3  # eight tokens in groups of three
+    assert slots.start_reduction.args[0].count == 3 * 3 * (blocks + len(parts) // 2 * (1 + groups))
 
 
 def test_the_embedding_is_not_gathered_for_backward(monkeypatch):

@@ -44,6 +44,11 @@ def test_a_job_goes_on_without_a_node_and_takes_it_in_again(launch, megascale, t
     assert record is not None
     assert (record.cause, record.lost_steps, record.reused_ranks) == ("replicas_joining", 0, (0, 1)), job.story()
     assert job.finish() == 0, job.story()
+    # Only the first attempt allocates memory for snapshots: the larger shards after the loss, the former rank 2, and
+    # the process that joins have memory already.
+    logs = "".join(file.read_text() for file in (job.run / "logs").glob("rank-*.log"))
+    assert logs.count("0 of 2 slots as before") == 3, logs
+    assert logs.count("2 of 2 slots as before") == 2 + 3, logs
 
     calm = megascale("train", tiny, *steps, "--train.name=calm", "--parallel.data=1")
     assert calm.returncode == 0, calm.stderr

@@ -13,7 +13,7 @@ from megascale.core.batch import Batch
 from megascale.core.layout import lay_out
 from megascale.train import host_pauses
 from megascale.train.engine import Engine
-from megascale.train.host_pauses import GarbageCollector
+from megascale.train.host_pauses import GarbageCollector, exclude_imports
 
 
 class Knot:
@@ -44,6 +44,33 @@ def test_collects_after_planned_steps_and_leaves_python_as_it_was(garbage):
     garbage.close()
     assert gc.isenabled()
     assert not gc.get_freeze_count()
+
+
+def test_imports_stay_excluded_in_a_process_that_outlives_a_training(garbage: GarbageCollector) -> None:
+    knot_before = weakref.ref(Knot())
+    exclude_imports()
+    count = gc.get_freeze_count()
+    assert count
+    kept = GarbageCollector(1, excludes_objects=False)
+    old_knot = Knot()
+    kept.collect(1)
+    assert not gc.isenabled()
+    knot, old = weakref.ref(Knot()), weakref.ref(old_knot)
+    del old_knot
+    kept.collect(2)
+    assert knot() is None
+    assert old() is not None  # it has outlived a collection, so that no later one examines it
+    knot = weakref.ref(Knot())
+    kept.close()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == count
+    gc.collect()
+    assert knot() is None
+    assert old() is None
+    assert knot_before() is not None
+    gc.unfreeze()
+    gc.collect()
+    assert knot_before() is None
 
 
 def test_zero_leaves_it_to_python():

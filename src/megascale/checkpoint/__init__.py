@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megascale.checkpoint.background.early_slots import prepare_slots
     from megascale.checkpoint.background.staging import SaveOutcome
     from megascale.checkpoint.checkpointer import Checkpointer, has_saved_state, start_service
     from megascale.checkpoint.format.chunks import TensorShard
@@ -24,6 +25,7 @@ __all__ = [
     "inspect",
     "latest",
     "load",
+    "prepare_slots",
     "save",
     "start_service",
     "steps",
@@ -39,6 +41,7 @@ _MODULES = {
     "inspect": "format.verify",
     "latest": "format.step_folders",
     "load": "loader",
+    "prepare_slots": "background.early_slots",
     "save": "saver",
     "start_service": "checkpointer",
     "steps": "format.step_folders",

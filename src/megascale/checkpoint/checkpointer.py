@@ -52,6 +52,7 @@ class Checkpointer:
         group: processes of the run. Default: the default group, or this process alone.
         domain: fault domain of this host (rack, switch), for replicas. By default each host is a domain by itself.
         reused_slots: staging memory that `leave` of this process's previous checkpointer has returned.
+        reserve: size of new staging memory, relative to the present shards (see `Snapshots`).
         check: called while a method waits for the service. It raises an error if the process must leave the attempt.
 
     Attributes:
@@ -70,9 +71,11 @@ class Checkpointer:
         group: ProcessGroup | None = None,
         domain: str = "",
         reused_slots: Sequence[StagingSlot] = (),
+        reserve: float = 1.0,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._check = check
+        self._reserve = reserve
         self._reused_slots = reused_slots
         self.config = config
         self.run = run
@@ -197,14 +200,17 @@ class Checkpointer:
         """
         connection = None
         saves: list[MemorySave] = []
+        part_start = time.monotonic()
         try:
             if self.config.background and identity:
                 connection = _connect_service(self.config, self.run)
                 saves = list_memory_saves(connection, self.peers, identity)
             save = next((save for save in saves if save.is_complete), None)
             plan = None
+            part_start = report.measure("saves", part_start)  # the wait for the slowest process is part of it
             if live is not None and step is None:
                 plan = plan_live_load(live, saves, sequence, shards, self.peers)
+                report.measure("plan", part_start)
             if plan is not None and live is not None:
                 self.is_standing = live.is_in_place and live.step == plan.step and bool(plan.elements)
                 if self.is_standing:
@@ -295,7 +301,7 @@ class Checkpointer:
 
     def _open_snapshots(self) -> Snapshots:
         if self.snapshots is None:
-            self.snapshots = Snapshots(
+            snapshots = Snapshots(
                 self.config,
                 self.folder,
                 self.shards,
@@ -305,10 +311,22 @@ class Checkpointer:
                 last_sequence=self._last_sequence,
                 domain=self.domain,
                 reused_slots=self._reused_slots,
+                reserve=self._reserve,
                 check=self._check,
             )
+            try:
+                snapshots.open()
+            except BaseException:
+                self._reused_slots = snapshots.leave(awaits_snapshots=False)
+                raise
+            self.snapshots = snapshots
             self._reused_slots = ()
-            log.info("staging memory: %s bytes on this process", f"{self.snapshots.memory:,}")
+            log.info(
+                "staging memory: %s bytes on this process, %d of %d slots as before",
+                f"{snapshots.memory:,}",
+                snapshots.kept_slot_count,
+                snapshots.slot_count,
+            )
         return self.snapshots
 
     def prepare(self) -> None:

@@ -139,21 +139,32 @@ class ShardCopier:
             if not target.is_cuda:
                 target.copy_(source)
                 return
-            stream, buffer = self._device_state(target.device)
+            stream = self._device_stream(target.device)
             with torch.cuda.stream(stream):
-                pinned = None if source.is_cuda or buffer is None else buffer.copy_in(source)
+                pinned = None
+                buffer = None if source.is_cuda else self._page_locked_buffer()
+                if buffer is not None:
+                    pinned = buffer.copy_in(source)
                 target.copy_(source if pinned is None else pinned, non_blocking=pinned is not None)
                 stream.synchronize()
 
-    def _device_state(self, device: torch.device) -> tuple[torch.cuda.Stream, PinnedBuffer | None]:
-        """Return this thread's stream and buffer for a device. Without page-locked memory the buffer is None."""
-        states: dict[torch.device, tuple[torch.cuda.Stream, PinnedBuffer | None]]
-        states = self._thread_state.__dict__.setdefault("devices", {})
-        if device not in states:
+    def _device_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Return this thread's stream for a device."""
+        streams: dict[torch.device, torch.cuda.Stream] = self._thread_state.__dict__.setdefault("streams", {})
+        if device not in streams:
+            streams[device] = torch.cuda.Stream(device)
+        return streams[device]
+
+    def _page_locked_buffer(self) -> PinnedBuffer | None:
+        """Return this thread's page-locked memory, or None if it is unavailable.
+
+        It is made for the first copy from host memory, since page-locking blocks the device's other threads.
+        """
+        if not hasattr(self._thread_state, "buffer"):
+            self._thread_state.buffer = None
             try:
-                buffer = PinnedBuffer(_COPY_BYTES)
+                self._thread_state.buffer = PinnedBuffer(_COPY_BYTES)
             except RuntimeError as error:
                 log.warning("%s bytes of memory could not be page-locked (%s), so copies are slow", _COPY_BYTES, error)
-                buffer = None
-            states[device] = torch.cuda.Stream(device), buffer
-        return states[device]
+        buffer: PinnedBuffer | None = self._thread_state.buffer
+        return buffer

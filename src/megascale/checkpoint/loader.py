@@ -9,6 +9,7 @@ Chunks move in rounds, and later rounds are read while earlier ones are sent. `l
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -75,6 +76,7 @@ class LoadReport:
         damage: descriptions of damaged chunks.
         zeroed_states: optimizer states that the checkpoint lacks and that were set to zero.
         skipped_commits: damaged commits, in place of which an earlier one was loaded.
+        seconds: seconds of parts of the load.
     """
 
     read_bytes: int = 0
@@ -82,6 +84,17 @@ class LoadReport:
     damage: list[str] = field(default_factory=list)
     zeroed_states: set[str] = field(default_factory=set)
     skipped_commits: list[Commit] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def measure(self, part: str, start_time: float) -> float:
+        """Add the seconds of a part that began at `start_time` (`time.monotonic`), and return the present time."""
+        present_time = time.monotonic()
+        self.seconds[part] = self.seconds.get(part, 0.0) + present_time - start_time
+        return present_time
+
+    def describe_seconds(self) -> str:
+        """Return the parts of the load and their seconds as text."""
+        return ", ".join(f"{part} {seconds:.2f}" for part, seconds in self.seconds.items())
 
     def add(self, report: LoadReport) -> None:
         """Add the bytes and the damage of `report`."""
@@ -410,12 +423,18 @@ class ChunkTransfer:
             first_rounds = range(min(rounds_ahead, len(self._rounds)))
             pending: deque[Future[_Round]] = deque(pool.submit(self._read_round, number) for number in first_rounds)
             for number in range(len(self._rounds)):
+                part_start = time.monotonic()
                 read_round = pending.popleft().result()
                 report.add(read_round.report)
-                for row, box, tensor in read_round.local + self._exchange_round(number, read_round):
+                part_start = report.measure("read", part_start)
+                received = self._exchange_round(number, read_round)
+                # The first exchange also connects the processes.
+                part_start = report.measure("exchange" if number else "first exchange", part_start)
+                for row, box, tensor in read_round.local + received:
                     for shard in self._shards[self._index.name(row)]:
                         self._copier.copy_to_shard(box, tensor, shard)
                 self._copier.wait_for_previous_round()
+                report.measure("copy", part_start)
                 if number + rounds_ahead < len(self._rounds):
                     pending.append(pool.submit(self._read_round, number + rounds_ahead))
 

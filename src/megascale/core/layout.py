@@ -16,6 +16,7 @@ from megascale.core.inventory import BLOCK_PARTS, resolve_layers
 from megascale.core.layer_spec import ExpertsSpec
 from megascale.core.layers import ChunkLayers, assign_layers
 from megascale.core.memory import MemoryEstimate
+from megascale.core.parameter_counts import count_stage_units
 from megascale.core.rank_memory import estimate_rank_memory
 from megascale.core.replay_interval import list_unsupported_settings
 from megascale.core.schedule import Schedule
@@ -101,6 +102,13 @@ class Layout:
         if self.grid.shards > 1:
             return self.config.parallel.bucket_elements
         return None
+
+    def find_table_part(self, stage: int) -> int | None:
+        """Return the elements of a part if ZeRO-2 divides the gradients of the stage's tables by rows, else None."""
+        config = self.config
+        if config.parallel.zero != 2 or config.train.lora is not None:
+            return None
+        return count_stage_units(config.model, config.parallel, stage).find_table_part(self.bucket_elements)
 
     def chunk_slots(self, stage: int) -> list[int] | None:
         """Return the slot of each chunk of a stage if ZeRO-3 gathers whole chunks, else None."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
-from math import ceil
+from math import ceil, prod
 
 import numpy as np
 
@@ -52,6 +52,7 @@ from megascale.core.schedule import (
     make_kind_mask,
 )
 from megascale.core.tensors import DTYPE_BYTES
+from megascale.core.unit_slots import size_staging
 
 # Largest size of the logits that exist at a time: the loss divides the tokens accordingly (ops/cross_entropy.py).
 MAX_LOGITS_BYTES = 2**30
@@ -60,6 +61,19 @@ OFFLOAD_SLOTS = 3
 OFFLOAD_ELEMENTS = 2**25
 # With parallel.offload_activations, the number of layer inputs of which the device has a copy at a time.
 OFFLOADED_DEVICE_INPUTS = 2
+
+
+def count_logits_groups(tokens: int, columns: int, itemsize: int) -> int:
+    """Return the number of groups of tokens whose logits the loss computes one after another.
+
+    Args:
+        columns: rows of the output matrix on a rank.
+        itemsize: bytes of a logit.
+    """
+    max_tokens = max(128, MAX_LOGITS_BYTES // (columns * itemsize))
+    group_count = ceil(tokens / max_tokens)
+    group_tokens = 128 * ceil(tokens / group_count / 128)
+    return ceil(tokens / group_tokens)
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,8 @@ class MemoryEstimate:
         weight_copies: copies of matrices in the format that GEMMs read, if train.linear_precision makes any: in float8
             the rows and the transposed rows. If data-parallel ranks gather float8, they receive the rows there.
         gradients: float32 gradient buffer. ZeRO-2: the shard of the units' gradients, the gradient slots, and the
-            gradients of resident parameters: norms, biases, tied embeddings.
+            gradients of resident parameters: norms, biases, tied embeddings. With overlap.reductions=copies, also the
+            staging memory of the copies.
         optimizer: float32 master weights (16-bit training) and the optimizer's state, sharded from ZeRO-1 on. The
             figure is the mean over data-parallel ranks. Ranks differ slightly if some tensors have more state.
         activations: saved activations at the schedule's peak, without logits.
@@ -132,6 +147,7 @@ def estimate_stage_memory(
     offload: bool = False,
     adapters: AdapterSpec | None = None,
     expert_rows: float = 1.0,
+    reduces_by_copies: bool = False,
 ) -> MemoryEstimate:
     """Estimate the peak memory of a rank of pipeline stage `stage`, in bytes by kind.
 
@@ -148,15 +164,29 @@ def estimate_stage_memory(
         offload: value of optimizer.offload.
         adapters: low-rank adapters, the only trained parameters; None: all parameters are trained.
         expert_rows: kernels.expert_rows: rows that graphs have room for, relative to an even load.
+        reduces_by_copies: whether overlap.reductions is copies.
     """
     rank = _RankShape(model, parallel, grid, schedule, stage, micro_batch, precision, linear_precision, adapters)
     trained = rank.count_trained()
     weights = _count_weights(model, parallel, grid, stage)
     if adapters is None:
-        gradients = _gradient_bytes(model, parallel, grid, stage, rank.master_itemsize)
+        gradients = _gradient_bytes(
+            model,
+            parallel,
+            grid=grid,
+            stage=stage,
+            master_itemsize=rank.master_itemsize,
+            reduces_by_copies=reduces_by_copies,
+        )
     else:
         weights += trained  # the adapters, next to the model's own parameters
-        gradients = _adapter_gradient_bytes(trained, parallel, grid, rank.master_itemsize)
+        gradients = _adapter_gradient_bytes(
+            trained,
+            parallel,
+            grid=grid,
+            master_itemsize=rank.master_itemsize,
+            reduces_by_copies=reduces_by_copies,
+        )
     logits = rank.compute_logits_bytes()
     workspace = rank.compute_workspace_bytes(side_stream)
     return MemoryEstimate(
@@ -315,11 +345,12 @@ class _RankShape:
         has_copies = LINEAR_PRECISIONS[self.linear_precision].weight_copy_bytes > 0
         has_eager_micro_batch = zero < 2 or (zero == 2 and has_copies)
         if self.grid.shards > 1 and has_eager_micro_batch:
-            # Memory of eager micro-batches is not available to graphs, so the activations of one are held twice.
+            # Memory of eager micro-batches is not available to graphs, so the activations of one are held twice. The
+            # first micro-batches of all chunks of a stage are eager, and in flight together.
             running = self.saved.running
             layer_count = sum(layers.layer_count for layers in self.layers_by_chunk)
             layer_bytes = max((running[i + 1] - running[i] for i in self.layer_indices), default=0)
-            graph_bytes += ceil(layer_count / schedule.virtual_stages) * int(layer_bytes) + workspace + logits
+            graph_bytes += ceil(layer_count * layer_bytes) + workspace + logits
         if tensor > 1:
             # The rows of a rank's experts vary between micro-batches, but the shapes of graphs do not. So their buffers
             # have room for `expert_rows` times the rows of an even load.
@@ -348,9 +379,13 @@ def _count_weights(model: ModelConfig, parallel: ParallelConfig, grid: Grid, sta
     return resident + ceil_divide(units.sharded, grid.shards) + units.count_parameter_slots(parallel.zero3_keep_layers)
 
 
-def _adapter_gradient_bytes(trained: int, parallel: ParallelConfig, grid: Grid, master_itemsize: int) -> int:
+def _adapter_gradient_bytes(
+    trained: int, parallel: ParallelConfig, grid: Grid, master_itemsize: int, reduces_by_copies: bool
+) -> int:
     """Return an upper bound of the bytes of gradient buffers of a stage's adapters; ZeRO-2 may hold fewer at a time."""
     elements = trained
+    if reduces_by_copies and grid.shards > 1:
+        elements += prod(size_staging(trained, grid.shards))
     if parallel.zero >= 2 and grid.shards > 1:
         elements += ceil_divide(trained, grid.shards)
     total = master_itemsize * elements
@@ -359,23 +394,39 @@ def _adapter_gradient_bytes(trained: int, parallel: ParallelConfig, grid: Grid, 
     return total
 
 
-def _gradient_bytes(model: ModelConfig, parallel: ParallelConfig, grid: Grid, stage: int, master_itemsize: int) -> int:
+def _gradient_bytes(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    grid: Grid,
+    stage: int,
+    master_itemsize: int,
+    reduces_by_copies: bool,
+) -> int:
     """Return the bytes of gradient buffers of a stage."""
     parameters = count_stage_parameters(model, parallel, stage)
     if grid.shards == 1:
         return master_itemsize * parameters
     unreduced = parameters
     reduced_shards = 0
+    staging = 0
     if parallel.zero >= 2:
         units = count_stage_units(model, parallel, stage)
         resident = parameters - units.sharded
-        unreduced = units.gradient_slots + resident
+        table_part = None
+        if parallel.zero == 2:
+            table_part = units.find_table_part(parallel.bucket_elements)
+        slots = units.count_gradient_slots(table_part)
+        unreduced = slots + resident
+        if reduces_by_copies:
+            staging = prod(size_staging(slots, grid.shards))
         reduced_shards = ceil_divide(units.sharded, grid.shards)
     total = master_itemsize * (unreduced + reduced_shards)
+    sent_itemsize = master_itemsize
     if parallel.reduce_dtype == "bfloat16":
+        sent_itemsize = DTYPE_BYTES["bfloat16"]
         # Each gradient that is not reduced yet has a rounded copy.
-        total += DTYPE_BYTES["bfloat16"] * unreduced
-    return total
+        total += sent_itemsize * unreduced
+    return total + sent_itemsize * staging
 
 
 def _expert_row_width(spec: LayerSpec) -> int:

@@ -30,7 +30,7 @@ from megascale.core.inventory import (
 from megascale.core.layer_spec import LayerSpec
 from megascale.core.layers import ChunkLayers, LayerSums, assign_layers, assign_stage_layers
 from megascale.core.schedule_registry import chunk_map_of
-from megascale.core.unit_slots import CHUNK_SLOTS, has_chunk_slots
+from megascale.core.unit_slots import CHUNK_SLOTS, TABLE_PARTS, choose_table_part, has_chunk_slots
 
 
 def ceil_divide(dividend: int, divisor: int) -> int:
@@ -226,14 +226,22 @@ class UnitElements:
         shared_slots = 2 if persistent_blocks < block_count else 0
         return (shared_slots + persistent_blocks) * self.block + self.outer
 
-    @property
-    def gradient_slots(self) -> int:
-        """Elements of ZeRO-2's gradient slots.
+    def find_table_part(self, bucket_elements: int | None) -> int | None:
+        """Return the elements of a part if ZeRO-2 divides a table's gradient by rows, else None."""
+        return choose_table_part(self.outer, self.block, bucket_elements)
 
-        Backward fills the slot of one block while the other slot is reduced. The largest matrix outside blocks must fit
-        in both slots together.
+    def count_gradient_slots(self, table_part: int | None) -> int:
+        """Return the elements of the gradient slots of ZeRO-2 and 3.
+
+        Backward fills the slot of one block while the other slot is reduced. Both slots together hold the largest
+        matrix outside blocks, or some of its parts.
+
+        Args:
+            table_part: elements of a part of a table; None if tables are not divided.
         """
-        return max(2 * self.block, self.outer)
+        if table_part is None:
+            return max(2 * self.block, self.outer)
+        return max(2 * self.block, TABLE_PARTS * table_part)
 
 
 def count_stage_units(model: ModelConfig, parallel: ParallelConfig, stage: int) -> UnitElements:

@@ -76,6 +76,7 @@ def _estimate(config: Config, grid: Grid, schedule: Schedule, stage: int, graphs
         offload=config.optimizer.offload,
         adapters=AdapterSpec.from_config(config.train),
         expert_rows=config.kernels.expert_rows,
+        reduces_by_copies=config.overlap.reductions == "copies",
     )
 
 

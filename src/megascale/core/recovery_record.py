@@ -16,6 +16,8 @@ from typing import Any
 PHASES = ("detect", "decide", "processes", "groups", "state", "first step")
 
 _MAX_SECONDS = 1e9  # a record with a longer phase is damaged
+_MAX_PARTS = 16  # of a phase
+_LISTED_SECONDS = 0.01  # least seconds of a part that `describe` lists
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,9 @@ class RecoveryRecord:
         doubts: by rank, why a surviving process was replaced.
         last_step_seconds: if replicas join, seconds from the order until the others had completed their last step. They
             train meanwhile, so `total` begins afterwards.
+        decide_seconds: parts of the phase "decide" in seconds: until the ranks of the last node had left their attempt,
+            until it had sent their files, until the kernel had freed the memory of killed ranks, and for messages. The
+            driver's own work is the rest. In a join the parts also contain `last_step_seconds`.
     """
 
     cause: str
@@ -48,11 +53,13 @@ class RecoveryRecord:
     standing_ranks: tuple[int, ...] = ()
     doubts: dict[str, str] = field(default_factory=dict)
     last_step_seconds: float = 0.0
+    decide_seconds: dict[str, float] = field(default_factory=dict)
 
     def to_details(self) -> dict[str, Any]:
         """Return the record as the details of an event."""
         details = asdict(self)
         details["seconds"] = {name: round(seconds, 3) for name, seconds in self.seconds.items()}
+        details["decide_seconds"] = {name: round(seconds, 3) for name, seconds in self.decide_seconds.items()}
         details["total"] = round(self.total, 3)
         details["last_step_seconds"] = round(self.last_step_seconds, 3)
         return details
@@ -64,7 +71,9 @@ class RecoveryRecord:
             recorded = dict(details["seconds"].items())
             seconds = {name: float(recorded[name]) for name in PHASES if name in recorded}
             total = float(details["total"])
-            if not all(0 <= value <= _MAX_SECONDS for value in (total, *seconds.values())):
+            parts = details.get("decide_seconds", {})
+            decide_seconds = {str(name)[:100]: float(value) for name, value in list(parts.items())[:_MAX_PARTS]}
+            if not all(0 <= value <= _MAX_SECONDS for value in (total, *seconds.values(), *decide_seconds.values())):
                 return None
             return RecoveryRecord(
                 cause=str(details["cause"])[:100],
@@ -78,6 +87,7 @@ class RecoveryRecord:
                 standing_ranks=tuple(int(rank) for rank in details["standing_ranks"]),
                 doubts={str(rank): str(reason) for rank, reason in details["doubts"].items()},
                 last_step_seconds=float(details.get("last_step_seconds", 0.0)),
+                decide_seconds=decide_seconds,
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             return None
@@ -89,6 +99,9 @@ class RecoveryRecord:
         if self.last_step_seconds:
             begin = f"the last step before the join, {self.last_step_seconds:.2f} s after the order,"
         sentences = [f"{self.total:.2f} s from {begin} to the next new step: {phases}"]
+        long_parts = [f"{name} {value:.2f}" for name, value in self.decide_seconds.items() if value >= _LISTED_SECONDS]
+        if long_parts:
+            sentences[0] += f"; of decide: {', '.join(long_parts)}"
         if self.starts > 1:
             sentences[0] += f"; {self.starts} starts"
         if self.resumed_step >= 0:

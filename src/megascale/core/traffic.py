@@ -23,7 +23,7 @@ from megascale.core.head_exchange import share_heads
 from megascale.core.inventory import BLOCK_PARTS, output_matrix, resolve_layers
 from megascale.core.layer_spec import ExpertsSpec, LayerSpec
 from megascale.core.layers import LayerSums, assign_stage_layers
-from megascale.core.memory import gathers_float8
+from megascale.core.memory import count_logits_groups, gathers_float8
 from megascale.core.parameter_counts import (
     UnitElements,
     count_stage_matrix_elements,
@@ -33,6 +33,7 @@ from megascale.core.parameter_counts import (
 from megascale.core.schedule import INPUT_BACKWARDS, SENDS, ActionKind, Schedule, make_kind_mask
 from megascale.core.tensors import DTYPE_BYTES
 from megascale.core.unit_slots import (
+    TABLE_PARTS,
     assign_chunk_slots,
     has_chunk_slots,
     list_chunk_gathers,
@@ -282,6 +283,9 @@ def estimate_stage_traffic(
     copies = grid.size("replicate")
     ring_share = (grid.shards - 1) / grid.shards
     reduced_elements = _count_reduced_elements(parallel.zero, schedule.microbatches, trained, sharded=sharded)
+    if is_last and adapters is None and grid.shards > 1:
+        repeated = _count_repeated_elements(model, parallel, units, tokens, itemsize)
+        reduced_elements += schedule.microbatches * repeated
     return TrafficEstimate(
         tensor=schedule.microbatches * collective_count * hidden_bytes * (t - 1) / t,
         pipeline=send_count * hidden_bytes / t,
@@ -307,6 +311,26 @@ def _count_reduced_elements(zero: int, microbatches: int, trained: int, sharded:
     if zero == 1:
         return trained
     return trained + (microbatches - 1) * sharded
+
+
+def _count_repeated_elements(
+    model: ModelConfig, parallel: ParallelConfig, units: UnitElements, tokens: int, itemsize: int
+) -> int:
+    """Return the gradient elements that ZeRO-2 reduces again in a micro-batch, because a divided head has several sums.
+
+    Each group of tokens of the loss has a sum of its own (parallel/gradient_slots.py).
+
+    Args:
+        tokens: tokens of a micro-batch on a rank.
+        itemsize: bytes of a logit.
+    """
+    if parallel.zero != 2 or model.tied_embeddings:
+        return 0
+    table_part = units.find_table_part(parallel.bucket_elements)
+    rows, columns = output_matrix(model).local_shape(parallel.tensor)
+    if table_part is None or rows * columns <= TABLE_PARTS * table_part:
+        return 0
+    return rows * columns * (count_logits_groups(tokens, rows, itemsize) - 1)
 
 
 def _gathered_matrix_itemsize(parallel: ParallelConfig, linear_precision: str, data: int, itemsize: int) -> int:

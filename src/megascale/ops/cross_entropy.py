@@ -311,6 +311,7 @@ class _Head:
         valid_columns: number of columns of the logits that are real tokens.
         chunks: slices of tokens.
         dx_TH, weight_grad, bias_grad: gradients, None if they are not needed.
+        divided_sink: sink of the weight's gradient if it exists for some rows at a time; `weight_grad` is then None.
     """
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _HeadOptions):
@@ -335,12 +336,16 @@ class _Head:
         self.dx_TH: Tensor | None = None
         self.weight_grad: Tensor | None = None
         self.bias_grad: Tensor | None = None
+        self.divided_sink: GradientSink | None = None
 
     def allocate_gradients(self, needs_x: bool, needs_weight: bool, needs_bias: bool) -> None:
         """Allocate the needed gradients of x, weight and bias."""
         if needs_x:
             self.dx_TH = torch.empty_like(self.x_TH)
-        if needs_weight:
+        sink: GradientSink | None = getattr(self.weight, "gradient_sink", None)
+        if needs_weight and sink is not None and sink.is_divided:
+            self.divided_sink = sink
+        elif needs_weight:
             self.weight_grad = _get_accumulator(self.weight)
         if needs_bias and self.bias is not None:
             self.bias_grad = _get_accumulator(self.bias)
@@ -434,14 +439,21 @@ class _Head:
         """Add the gradients of x, weight and bias, given the gradient of a chunk's logits.
 
         If the weight's gradient is complete and its sink has a callback `complete`, the weight's gradient is computed
-        before that of x. The reduction of the weight's gradient then overlaps with the GEMM for x.
+        before that of x. The reduction of the weight's gradient then overlaps with the GEMM for x. The same applies to
+        a gradient that is written and reduced by rows.
         """
         if self.softcap_derivative_TV is not None:
             grad_TV = grad_TV.mul_(self.softcap_derivative_TV)
             self.softcap_derivative_TV = None
         gradient = self.gemms.prepare_gradient(grad_TV, self.weight)
         sink: GradientSink | None = getattr(self.weight, "gradient_sink", None)
-        if completes_weight and self.weight_grad is not None and sink is not None and sink.complete is not None:
+        if self.divided_sink is not None:
+            dy, inputs = gradient.for_wgrad(), x.for_wgrad()
+            for rows, rows_grad in self.divided_sink.write_rows(is_overwritten=True):
+                self.gemms.accumulate_wgrad(rows_grad, dy.select_columns(rows), inputs, overwrite=True)
+            if self.dx_TH is not None:
+                self.gemms.dgrad(gradient, self.weight, self.dx_TH[chunk])
+        elif completes_weight and self.weight_grad is not None and sink is not None and sink.complete is not None:
             self.gemms.accumulate_wgrad(self.weight_grad, gradient.for_wgrad(), x.for_wgrad())
             sink.complete()
             if self.dx_TH is not None:
@@ -521,6 +533,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for chunk in head.chunks:
                 head.compute_gradients(chunk, lse_T[chunk], scale_T[chunk])
         dx = None if head.dx_TH is None else head.dx_TH.view(ctx.x_shape)
+        if head.divided_sink is not None:
+            head.divided_sink.ready()
         return (
             dx,
             _finish_gradient(ctx.weight, head.weight_grad),

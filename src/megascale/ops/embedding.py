@@ -8,14 +8,14 @@ programs. The order of additions is fixed, so that repeated runs give the same b
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megascale import torch_private
 from megascale.ops.dispatch import cdiv, jit, tl, use_fused
-from megascale.ops.gradient_sink import get_main_grad, get_sink
+from megascale.ops.gradient_sink import GradientSink, get_sink
 
 PROGRAM_POSITIONS = 16
 BLOCK_COLUMNS = 512
@@ -88,18 +88,45 @@ def _long_groups_kernel(
         tl.store(target, total, mask=column < columns)
 
 
+class SortedTokens(NamedTuple):
+    """The tokens of a micro-batch in ascending order.
+
+    Attributes:
+        tokens: the tokens, of which equal ones form a group.
+        positions: position of each token in the micro-batch.
+        start, stop: range of each token's group.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    start: Tensor
+    stop: Tensor
+
+
+def sort_tokens(tokens_T: Tensor) -> SortedTokens:
+    """Sort tokens, and find their groups."""
+    tokens, positions = torch.sort(tokens_T, stable=True)
+    start = torch.searchsorted(tokens, tokens)
+    stop = torch.searchsorted(tokens, tokens, right=True)
+    return SortedTokens(tokens, positions, start, stop)
+
+
 def add_rows(main_VH: Tensor, tokens_T: Tensor, dy_TH: Tensor) -> None:
     """Compute main[token] += dy[position] for the token at each position. Tokens outside main's rows are skipped.
 
     Args:
         main_VH: float32 gradient of the embedding.
     """
+    add_sorted_rows(main_VH, sort_tokens(tokens_T), dy_TH)
+
+
+def add_sorted_rows(main_VH: Tensor, sorted_tokens: SortedTokens, dy_TH: Tensor, first_row: int = 0) -> None:
+    """Compute `add_rows` for rows of the embedding from `first_row` on, which `main_VH` holds."""
     vocabulary, columns = main_VH.shape
-    position_count = tokens_T.numel()
-    tokens, positions = torch.sort(tokens_T, stable=True)
-    # Range of each sorted token's group.
-    start = torch.searchsorted(tokens, tokens)
-    stop = torch.searchsorted(tokens, tokens, right=True)
+    tokens, positions, start, stop = sorted_tokens
+    if first_row:
+        tokens = tokens - first_row
+    position_count = tokens.numel()
     partial_rows = 2 * cdiv(position_count, PROGRAM_POSITIONS)
     partial = torch.empty((partial_rows, columns), dtype=torch.float32, device=dy_TH.device)
     grid = (position_count, cdiv(columns, BLOCK_COLUMNS))
@@ -135,7 +162,9 @@ class _Embedding(torch.autograd.Function):
         dy = grads[0].reshape(-1, grads[0].shape[-1]).contiguous()
         sink = get_sink(ctx.weight)
         assert sink is not None
-        add_rows(sink.main_grad, tokens.reshape(-1), dy)
+        sorted_tokens = sort_tokens(tokens.reshape(-1))
+        for rows, rows_grad in sink.write_rows():
+            add_sorted_rows(rows_grad, sorted_tokens, dy, first_row=rows.start or 0)
         sink.ready()
         return None, None, None
 
@@ -148,8 +177,14 @@ def embedding(tokens: Tensor, weight: Tensor, is_local: Tensor | None = None) ->
     Args:
         is_local: [...], false where the token's row belongs to another rank. The result is zero there.
     """
-    main_grad = get_main_grad(weight)
-    is_supported = main_grad is not None and main_grad.dtype == torch.float32 and main_grad.is_contiguous()
+    sink: GradientSink | None = getattr(weight, "gradient_sink", None)
+    if sink is None:
+        is_supported = False
+    elif sink.is_divided:
+        is_supported = torch.promote_types(weight.dtype, torch.float32) == torch.float32
+    else:
+        main_grad = sink.main_grad
+        is_supported = main_grad.dtype == torch.float32 and main_grad.is_contiguous()
     if tokens.numel() and is_supported and torch.is_grad_enabled() and use_fused("embedding", weight):
         return _Embedding.apply(tokens, weight, is_local)  # type: ignore[no-any-return]
     return embedding_reference(tokens, weight, is_local)

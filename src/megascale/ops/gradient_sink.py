@@ -7,8 +7,9 @@ the gradients of parameters without a sink.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -27,6 +28,7 @@ class GradientSink:
         is_gemm_gradient: whether a GEMM computes this gradient. Only a GEMM can overwrite `main_grad`.
         complete: called when a forward (ops/cross_entropy.py) has added a micro-batch's complete gradient. The backward
             calls `ready` later. None: not called.
+        is_divided: whether the gradient exists for some rows at a time. It is then written by `write_rows` only.
     """
 
     main_grad: Tensor
@@ -34,6 +36,15 @@ class GradientSink:
     should_overwrite: bool = False
     is_gemm_gradient: bool = False
     complete: Callable[[], None] | None = None
+    is_divided: ClassVar[bool] = False
+
+    def write_rows(self, is_overwritten: bool = False) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (rows, their gradients) for all rows of a matrix. The caller adds to each before it takes the next one.
+
+        With `is_overwritten` the caller overwrites the gradients of a divided matrix, which then need no zeros. A
+        gradient may be written several times per micro-batch, and all writes are summed.
+        """
+        yield slice(None), self.main_grad
 
 
 class SinkParameter(nn.Parameter):
@@ -74,6 +85,8 @@ def get_tracked(x: Tensor, parameter: Tensor | None) -> Tensor | None:
 
 
 def get_main_grad(parameter: Tensor) -> Tensor | None:
-    """Return the `main_grad` of the parameter's sink, or None without a sink."""
+    """Return the `main_grad` of the parameter's sink, or None without a sink or with a divided gradient."""
     sink: GradientSink | None = getattr(parameter, "gradient_sink", None)
-    return None if sink is None else sink.main_grad
+    if sink is None or sink.is_divided:
+        return None
+    return sink.main_grad

@@ -43,6 +43,11 @@ class Operand(NamedTuple):
             scale = scale.flatten(0, -2)
         return Operand(self.data.flatten(0, -2), scale)
 
+    def select_columns(self, columns: slice) -> Operand:
+        """Return some columns of an operand without scales."""
+        assert self.scale is None
+        return Operand(self.data[..., columns])
+
     def for_wgrad(self) -> Operand:
         """Return the form that the wgrad GEMM reads. For an input this is what forward saves for backward."""
         return self if self.wgrad is None else self.wgrad

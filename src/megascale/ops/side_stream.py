@@ -32,6 +32,9 @@ class InlineStream:
     def synchronize(self) -> None:
         """Let the main stream wait for all submitted work."""
 
+    def discard(self) -> None:
+        """Forget submitted work without waiting: it belongs to a CUDA graph whose capture has failed."""
+
     def wait_for_main(self) -> None:
         """Let all work that is submitted later wait for this point of the main stream, in addition to its event."""
 
@@ -62,6 +65,9 @@ class SideStream(InlineStream):
     def synchronize(self) -> None:
         while self._in_flight:
             self._await_oldest()
+
+    def discard(self) -> None:
+        self._in_flight.clear()
 
     def wait_for_main(self) -> None:
         self._stream.wait_event(self.record_event())

@@ -13,6 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import gcd
+
+from megascale.core.unit_slots import TABLE_PARTS
 
 ALIGN = 64  # elements: 128 bytes of bfloat16, which suits vector loads and NCCL
 
@@ -30,6 +33,7 @@ class BufferMember:
             only such parameters.
         unit: unit of the forward (`Chunk.list_forward_units`) that has buckets of its own with this parameter; None if
             the parameter shares buckets with all others of its region.
+        row_elements: elements of a row if the parameter may be divided by rows into several buckets, else None.
     """
 
     count: int
@@ -38,6 +42,7 @@ class BufferMember:
     is_tied: bool = False
     float8_gather: bool = False
     unit: int | None = None
+    row_elements: int | None = None
 
     @property
     def region(self) -> tuple[bool, int, tuple[str, ...], bool]:
@@ -51,11 +56,17 @@ class BufferMember:
 
 @dataclass(frozen=True)
 class BucketSpan:
-    """One bucket: elements [start, stop) of the buffer, and the indices of the members in this range."""
+    """One bucket: elements [start, stop) of the buffer.
+
+    Attributes:
+        members: indices of the members in this range.
+        rows: rows [first, stop) of the only member, if the bucket holds a part of a divided table; else None.
+    """
 
     start: int
     stop: int
     members: tuple[int, ...]
+    rows: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,11 @@ class FlatLayout:
 
 
 def lay_out(
-    members: Sequence[BufferMember], ranks: int, bucket_elements: int | None, divides_units: bool = False
+    members: Sequence[BufferMember],
+    ranks: int,
+    bucket_elements: int | None,
+    divides_units: bool = False,
+    table_part: int | None = None,
 ) -> FlatLayout:
     """Assign every member a range of the buffer.
 
@@ -106,12 +121,23 @@ def lay_out(
         ranks: data-parallel ranks that share each bucket equally.
         bucket_elements: approximate elements per bucket of matrices; None makes one bucket.
         divides_units: whether a unit is divided into buckets of this size too, instead of having one bucket.
+        table_part: approximate elements of a part of a table. A table that is larger than TABLE_PARTS parts is divided
+            by rows. None: tables are not divided.
     """
     starts = [0] * len(members)
     buckets: list[BucketSpan] = []
     offset = 0
     for indices in _group_by_bucket(members, bucket_elements, divides_units):
         bucket_start = offset
+        table = members[indices[0]]
+        if table_part is not None and table.row_elements is not None and table.count > TABLE_PARTS * table_part:
+            assert len(indices) == 1, indices
+            starts[indices[0]] = offset
+            for first, last in _divide_rows(table.count // table.row_elements, table.row_elements, ranks, table_part):
+                size = _round_up((last - first) * table.row_elements, ALIGN * ranks)
+                buckets.append(BucketSpan(offset, offset + size, (indices[0],), (first, last)))
+                offset += size
+            continue
         for i in indices:
             starts[i] = offset
             offset += _round_up(members[i].count, ALIGN)
@@ -144,6 +170,15 @@ def find_unit_ranges(layout: FlatLayout) -> dict[int, tuple[int, int]]:
     return ranges
 
 
+def find_slot_sizes(layout: FlatLayout) -> dict[int, int]:
+    """Return the number of elements that each unit needs in the gradient slots."""
+    sizes = {unit: stop - start for unit, (start, stop) in find_unit_ranges(layout).items()}
+    for span, unit in zip(layout.buckets, layout.units, strict=True):
+        if unit is not None and span.rows is not None and span.rows[0] == 0:
+            sizes[unit] = TABLE_PARTS * (span.stop - span.start)  # no later part is larger
+    return sizes
+
+
 def find_gaps(start: int, stop: int, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the ranges of [start, stop) that no span covers, in order. The spans must lie within and not overlap."""
     gaps = []
@@ -173,6 +208,16 @@ def _group_by_bucket(
         size += _round_up(members[i].count, ALIGN)
         region = members[i].region
     return groups
+
+
+def _divide_rows(rows: int, row_elements: int, ranks: int, part: int) -> list[tuple[int, int]]:
+    """Return the rows [first, stop) of each part of a table, with at most about `part` elements per part.
+
+    All parts but the last one are divisible into aligned shards without padding, so that the table is contiguous.
+    """
+    multiple = ALIGN * ranks // gcd(row_elements, ALIGN * ranks)
+    length = max(1, part // row_elements // multiple) * multiple
+    return [(first, min(first + length, rows)) for first in range(0, rows, length)]
 
 
 def _round_up(count: int, multiple: int) -> int:

@@ -29,9 +29,11 @@ from megascale.ops.gradient_sink import GradientSink, attach
 from megascale.parallel.buffer_layout import BufferMember, FlatLayout, find_gaps, lay_out
 from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.parameters import ParameterSpec, get_spec, initialise_parameter, materialise
-from megascale.parallel.slot_sink import SlotSink
+from megascale.parallel.slot_sink import SlotSink, TableSink
 
 TIED = "embedding.token.weight"  # logical name of the token embedding, which may also be the output matrix
+# Matrices whose operators write their gradients by rows (ops/embedding.py, ops/cross_entropy.py).
+TABLES = (TIED, "head.weight")
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,8 @@ class ParamAndGradBuffer:
         bucket_elements: approximate size of a bucket; None for one bucket per chunk. With ZeRO-3 it divides
             resident parameters only.
         float8_gather: place the matrices of linear layers in buckets of their own, which may be gathered in float8.
+        table_part: with ZeRO-2, approximate elements of a part of a divided table (buffer_layout.py); None: tables are
+            not divided.
 
     Attributes:
         names: names of the logical tensors in the chunk.
@@ -111,7 +115,7 @@ class ParamAndGradBuffer:
         shard_params: with ZeRO-3, this rank's shards of the matrices of units.
         grads: gradients of resident parameters.
         shard_grads: from ZeRO-2 on, this rank's shards of the gradients of units.
-        bucket_by_param: index of the bucket by index of the parameter.
+        bucket_by_param: index of the bucket by index of the parameter; of a divided table, the last bucket.
         forward_order: buckets in the order in which a forward first needs them.
     """
 
@@ -123,6 +127,7 @@ class ParamAndGradBuffer:
         zero: int = 1,
         bucket_elements: int | None = None,
         float8_gather: bool = False,
+        table_part: int | None = None,
     ) -> None:
         self.module = module
         axes = axes or Axes()
@@ -139,7 +144,15 @@ class ParamAndGradBuffer:
         members = []
         for param in meta_params:
             members.append(self._make_member(param, id(param) in matrices, unit_by_param.get(id(param))))
-        self.layout: FlatLayout = lay_out(members, axes.data.size, bucket_elements, divides_units=self.zero == 2)
+        divides_units = self.zero == 2
+        self.layout: FlatLayout = lay_out(
+            members,
+            axes.data.size,
+            bucket_elements,
+            divides_units=divides_units,
+            table_part=table_part if divides_units else None,
+        )
+        divided = {span.members[0] for span in self.layout.buckets if span.rows is not None}
         self.resident_start = self.layout.unit_size
         dtype = meta_params[0].dtype
         params_start = self.resident_start if self.zero == 3 else 0
@@ -157,8 +170,12 @@ class ParamAndGradBuffer:
         self.grad_dtype = choose_grad_dtype(dtype)
         empty = torch.empty(0, dtype=self.grad_dtype, device=device)  # until `set_grads`
         self.sinks = []
-        for param, member in zip(self.parameters, members, strict=True):
-            sink = GradientSink(empty) if member.unit is None else SlotSink(empty)
+        for i, (param, member) in enumerate(zip(self.parameters, members, strict=True)):
+            sink = GradientSink(empty)
+            if i in divided:
+                sink = TableSink(empty)
+            elif member.unit is not None:
+                sink = SlotSink(empty)
             self.sinks.append(attach(param, sink))
             param.register_post_accumulate_grad_hook(self._accumulate)
         self.resident_params = [i for i, member in enumerate(members) if member.unit is None]
@@ -190,7 +207,10 @@ class ParamAndGradBuffer:
         summed_axes = tuple(name for name in spec.summed_axes if name == "tensor" or self.axes.along(name).size > 1)
         if is_tied or summed_axes or not is_decayed:
             unit = None
-        return BufferMember(param.numel(), is_decayed, summed_axes, is_tied, float8_gather, unit)
+        row_elements = None
+        if unit is not None and any(piece.name in TABLES for piece in spec.pieces):
+            row_elements = param.shape[-1]
+        return BufferMember(param.numel(), is_decayed, summed_axes, is_tied, float8_gather, unit, row_elements)
 
     def set_grads(self, buffer: torch.Tensor) -> None:
         """Accumulate the gradients of resident parameters in `buffer` from now on."""
@@ -213,7 +233,11 @@ class ParamAndGradBuffer:
         if param.grad is None:
             return
         sink: GradientSink = param.gradient_sink
-        sink.main_grad.add_(param.grad)
+        if sink.is_divided:
+            for rows, grads in sink.write_rows():
+                grads.add_(param.grad[rows])
+        else:
+            sink.main_grad.add_(param.grad)
         param.grad = None
         sink.ready()
 
@@ -237,7 +261,15 @@ class ParamAndGradBuffer:
             return []
         index_by_id = {id(param): i for i, param in enumerate(self.parameters)}
         units: list[list[nn.Parameter]] = self.module.list_forward_units()  # type: ignore[operator]
-        return [sorted({self.bucket_by_param[index_by_id[id(param)]] for param in unit}) for unit in units]
+        buckets_by_param: list[list[int]] = [[] for _ in self.parameters]  # a divided table has several buckets
+        for bucket, span in enumerate(self.layout.buckets):
+            for i in span.members:
+                buckets_by_param[i].append(bucket)
+        unit_buckets = []
+        for unit in units:
+            indices = [index_by_id[id(param)] for param in unit]
+            unit_buckets.append(sorted({bucket for i in indices for bucket in buckets_by_param[i]}))
+        return unit_buckets
 
     def initialise_resident(self, seed: int) -> None:
         """Initialise the resident parameters."""

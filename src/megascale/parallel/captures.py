@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megascale import torch_private
+
 # Work to capture; the returned tensor is the result of each replay.
 Work = Callable[[], Tensor | None]
 
@@ -51,16 +53,13 @@ class CudaCapturePool:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # two cuts may follow each other
-            self._begin_graph()
             try:
+                self._begin_graph()
                 self._capture.result = work()
+                self._end_graph()
             except BaseException:
-                try:
-                    self._end_graph()
-                except RuntimeError:  # the error only repeats that the capture has failed
-                    _release_generator()
+                self._abandon_graph()
                 raise
-            self._end_graph()
         return self._capture
 
     def cut(self, action: Callable[[], None]) -> None:
@@ -73,16 +72,36 @@ class CudaCapturePool:
         self._begin_graph()
 
     def _begin_graph(self) -> None:
-        graph = torch.cuda.CUDAGraph()
+        graph = self._graph = torch.cuda.CUDAGraph()
         # In other modes, CUDA calls of other threads (the loader's, NCCL's watchdog) would end the capture.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        self._graph = graph
 
     def _end_graph(self) -> None:
+        graph = self._graph
+        assert graph is not None
+        graph.capture_end()
+        self._graph = None
+        self._capture.actions.append(graph.replay)
+
+    def _abandon_graph(self) -> None:
+        """End the present graph after an error, and restore the state of torch that a failed end leaves behind."""
         graph, self._graph = self._graph, None
-        if graph is not None:
+        if graph is None:
+            return
+        try:
             graph.capture_end()
-            self._capture.actions.append(graph.replay)
+        except RuntimeError:  # the error only repeats that the capture has failed
+            _release_generator()
+            self._release_memory()
+
+    def _release_memory(self) -> None:
+        """Let torch's allocator leave its capturing mode, in which it frees no memory when memory is short."""
+        device = torch.cuda.current_device()
+        try:
+            torch_private.end_allocate_to_pool(device, self._pool)
+        except RuntimeError:
+            return  # the allocator had left it
+        torch_private.release_pool(device, self._pool)
 
 
 def _release_generator() -> None:

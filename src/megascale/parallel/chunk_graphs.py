@@ -12,6 +12,11 @@ replay as one call of the exchange.
 With data parallelism some micro-batches of each chunk run eagerly: the first one of a step, since parameters are still
 being gathered, and the last one, since buckets are reduced during its backward. Under ZeRO-2 and 3 captures are cut
 between units (unit_cuts.py), and all micro-batches are replayed.
+
+A chunk is captured when a replay first needs it. In a pipeline an eager micro-batch may then be in flight, and its
+graph in autograd keeps the nodes alive that accumulate gradients of parameters. A capture would use the same nodes.
+They stand on the main stream, for which a captured stream cannot wait. If the schedule has such a micro-batch, all
+captures of a step (core/capture_plan.py) are therefore made before its first forward, when nothing is in flight.
 """
 
 from __future__ import annotations
@@ -24,10 +29,12 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megascale.core.calls import NullCallLog
-from megascale.core.schedule import Action, ActionKind
+from megascale.core.capture_plan import find_boundaries, find_free_index, plan_captures
+from megascale.core.schedule import Action
+from megascale.errors import MegascaleError
 from megascale.ops.gradient_sink import GradientSink, get_sink
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.captures import CudaCapture, CudaCapturePool, HostCapture, HostCapturePool
@@ -48,6 +55,8 @@ ReadInputs = Callable[[int, int, Tensor | None], tuple[Tensor, ...]]
 # (chunk, tensors that the chunk reads) -> the chunk's output, as `Forward` returns it. The operators must be the same
 # for every micro-batch and step.
 Compute = Callable[[int, tuple[Tensor, ...]], Tensor]
+# chunk -> tensors like those that the chunk reads, with any valid values.
+MakeInputs = Callable[[int], tuple[Tensor, ...]]
 
 
 @dataclass
@@ -73,43 +82,6 @@ class CapturedMicrobatch:
             static_input.detach().copy_(value)
 
 
-@dataclass(frozen=True)
-class Boundaries:
-    """The micro-batches of a chunk that differ from all others in a step.
-
-    Attributes:
-        first_forward: micro-batch of the first forward, for which parameters may still be in flight.
-        first_backward: micro-batch of the first backward, which overwrites gradients instead of adding to them.
-        reduced_backwards: micro-batches whose backward reduces buckets.
-    """
-
-    first_forward: int
-    first_backward: int
-    reduced_backwards: frozenset[int]
-
-
-def find_boundaries(actions: Sequence[Action]) -> dict[int, Boundaries]:
-    """Return the boundaries of each chunk in a stage's list of actions."""
-    forwards: dict[int, int] = {}
-    backwards: dict[int, int] = {}
-    reduced: dict[int, set[int]] = {}
-    armed: set[int] = set()
-    for kind, chunk, i in actions:
-        if kind == ActionKind.FORWARD:
-            forwards.setdefault(chunk, i)
-        elif kind == ActionKind.REDUCE_GRADS:
-            armed.add(chunk)
-        elif kind == ActionKind.BACKWARD:
-            backwards.setdefault(chunk, i)
-            if chunk in armed:
-                armed.discard(chunk)
-                reduced.setdefault(chunk, set()).add(i)
-    boundaries = {}
-    for chunk, first_forward in forwards.items():
-        boundaries[chunk] = Boundaries(first_forward, backwards[chunk], frozenset(reduced.get(chunk, ())))
-    return boundaries
-
-
 class ChunkGraphs:
     """The captures of a rank's chunks.
 
@@ -121,6 +93,7 @@ class ChunkGraphs:
         shape: shape of an activation between chunks.
         device: device of the chunks.
         data_parallel: communicates for the units of chunks (ZeRO-2 and 3).
+        make_inputs: makes the inputs of captures before the first forward of a step.
 
     Attributes:
         is_enabled: whether steps use the captures; `set_enabled` sets it.
@@ -136,11 +109,13 @@ class ChunkGraphs:
         shape: tuple[int, ...],
         device: torch.device,
         data_parallel: DataParallel,
+        make_inputs: MakeInputs,
     ) -> None:
         self.is_enabled = True
         self.failure = ""
         self._buffers = list(buffers)
         self._compute = compute
+        self._make_inputs = make_inputs
         self._runtime = runtime
         self._device = device
         self._shape = shape
@@ -159,6 +134,7 @@ class ChunkGraphs:
         self._captures: dict[tuple[int, int, bool], CapturedMicrobatch] = {}
         self._step_count = 0
         self._has_captured = False  # whether the present step has captured
+        self._plan = plan_captures(actions, self._boundaries, self.can_replay)
 
     def set_enabled(self, enabled: bool) -> None:
         """Let the next steps replay captures if `enabled`, else launch each operator."""
@@ -184,6 +160,10 @@ class ChunkGraphs:
         self._step_count += 1
         if not self.is_enabled or self.failure or eagerly or self._step_count <= EAGER_STEPS:
             return EagerRunner(forward, self._runtime.weight_gradients)
+        if self._plan.overlaps_eager and not self._captures:
+            self._capture_plan()
+            if self.failure:
+                return EagerRunner(forward, self._runtime.weight_gradients)
         return GraphedRunner(forward, inputs, self, self._runtime.weight_gradients)
 
     def end_step(self) -> None:
@@ -214,23 +194,65 @@ class ChunkGraphs:
             flight_index: index of the micro-batch among those in flight. There is memory for each index.
             inputs: example of the tensors that the chunk reads.
         """
+        return self._find_or_capture(chunk, i, flight_index, lambda: inputs)
+
+    def _capture_plan(self) -> None:
+        """Make all captures of a step before its first forward, until one of them fails."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # captures cannot use the cached memory of eager micro-batches
+        try:
+            for planned in self._plan.captures:
+                chunk = planned.chunk
+                make_inputs = partial(self._make_early_inputs, chunk)
+                if self._find_or_capture(chunk, planned.microbatch, planned.flight_index, make_inputs) is None:
+                    return
+        finally:
+            for buffer in self._buffers:
+                buffer.module.linears.invalidate_weights()  # type: ignore[operator, union-attr]
+
+    def _make_early_inputs(self, chunk: int) -> tuple[Tensor, ...]:
+        """Return inputs for a capture of the chunk before its weights and its micro-batches have arrived."""
+        module = self._buffers[chunk].module
+        module.linears.reserve_pinned_weights(_list_cast_weights(module))  # type: ignore[operator, union-attr]
+        return self._make_inputs(chunk)
+
+    def _find_or_capture(
+        self, chunk: int, i: int, flight_index: int, make_inputs: Callable[[], tuple[Tensor, ...]]
+    ) -> CapturedMicrobatch | None:
+        """Return the captures for micro-batch `i` as `find_or_capture` does. `make_inputs` makes example inputs."""
         overwrites = i == self._boundaries[chunk].first_backward
         microbatch = self._captures.get((chunk, flight_index, overwrites))
         if microbatch is not None:
             return microbatch
+        self._runtime.stream.synchronize()
         try:
-            microbatch = self._capture(chunk, flight_index, overwrites, inputs)
-        except RuntimeError as error:
-            self.failure = f"capture failed: {str(error).strip().splitlines()[0]}"
+            microbatch = self._capture(chunk, flight_index, overwrites, make_inputs())
+        except MegascaleError:
+            raise
+        except Exception as error:
+            # A run does not need its captures, so no error of a capture may end it.
+            self.failure = f"capture failed: {_get_first_line(error)}"
         if self._has_any_rank_failed():
             group = "tensor-parallel group" if self._agreement_axis is self._tensor_axis else "pipeline stage"
             self.failure = self.failure or f"capture failed on another rank of the {group}"
             self._runtime.kernels.record_choice("CUDA graphs", f"off ({self.failure})")
-            self.clear()  # possibly out of memory; micro-batches in flight are replayed to their end
+            self._abandon_captures()
             return None
         assert microbatch is not None
         self._captures[chunk, flight_index, overwrites] = microbatch
         return microbatch
+
+    def _abandon_captures(self) -> None:
+        """Drop all captures, and what the failed one has left in the parameters and on the side stream.
+
+        Micro-batches in flight are replayed to their end.
+        """
+        self.clear()
+        gc.collect()  # memory may be short, and the error's traceback may hold tensors of the capture
+        self._runtime.stream.discard()
+        for buffer in self._buffers:
+            for param in buffer.parameters:
+                param.grad = None  # memory of the capture, to which an eager backward would add
 
     def _has_any_rank_failed(self) -> bool:
         """Return whether a capture has failed on any rank of the agreement's axis. Collective over this axis."""
@@ -268,8 +290,7 @@ class ChunkGraphs:
     def pin_weights(self, chunk: int) -> None:
         """Copy the chunk's weights in float8 to the memory in which graphs read them."""
         module = self._buffers[chunk].module
-        weights = module.collect_linear_weights() | module.collect_expert_stacks()  # type: ignore[operator]
-        module.linears.pin_weights(weights.values())  # type: ignore[operator, union-attr]
+        module.linears.pin_weights(_list_cast_weights(module))  # type: ignore[operator, union-attr]
 
     def _make_pool(self) -> CudaCapturePool | HostCapturePool:
         return CudaCapturePool(self._stream) if self._stream else HostCapturePool()
@@ -294,7 +315,6 @@ class ChunkGraphs:
             grad = torch.empty(self._shape, dtype=self._buffers[chunk].params.dtype, device=self._device)
         outputs: list[Tensor] = []  # the forward puts its output here, and the backward takes it
         captured_calls: list[CapturedCalls] = []  # with an exchange, forward and backward append their calls
-        self._runtime.stream.synchronize()
         if self._unit_cuts is not None and self._device.type == "cuda":
             # All later micro-batches are replayed, and a capture cannot use the cached memory of eager ones.
             torch.cuda.empty_cache()
@@ -302,7 +322,9 @@ class ChunkGraphs:
             with ExitStack() as stack:
                 stack.enter_context(self._set_overwrites(chunk, overwrites))
                 stack.enter_context(_no_garbage_collection())
-                if self._unit_cuts is not None and not isinstance(pool, HostCapturePool):
+                if self._unit_cuts is None:
+                    stack.enter_context(_without_gathers(self._buffers[chunk].module))
+                elif not isinstance(pool, HostCapturePool):
                     stack.enter_context(self._unit_cuts.capture_in(pool))
                 forward = pool.capture(partial(self._run_forward, chunk, static_inputs, outputs, captured_calls))
                 backward = pool.capture(partial(self._run_backward, static_inputs[0], outputs, grad, captured_calls))
@@ -415,14 +437,9 @@ class GraphedRunner(EagerRunner):
 
     def _find_flight_index(self, chunk: int) -> int:
         """Return the smallest index that no micro-batch of the chunk in flight has."""
-        used_indices = set()
-        for (used_chunk, _), (used_index, _) in self._replayed.items():
-            if used_chunk == chunk:
-                used_indices.add(used_index)
-        flight_index = 0
-        while flight_index in used_indices:
-            flight_index += 1
-        return flight_index
+        return find_free_index(
+            flight_index for (used_chunk, _), (flight_index, _) in self._replayed.items() if used_chunk == chunk
+        )
 
     def backward(self, chunk: int, i: int, grad: Tensor | None) -> Tensor | None:
         """Replay the backward of micro-batch `i` if its forward was replayed, else run it eagerly."""
@@ -449,6 +466,32 @@ def _find_sinks(buffer: ParamAndGradBuffer) -> list[GradientSink]:
     if output_sink is None or output_sink in buffer.sinks:
         return buffer.sinks
     return [*buffer.sinks, output_sink]
+
+
+def _list_cast_weights(module: nn.Module) -> list[Tensor]:
+    """Return a chunk's weights whose casts graphs may read: of linear layers, and stacks of experts' matrices."""
+    weights = module.collect_linear_weights() | module.collect_expert_stacks()  # type: ignore[operator]
+    return list(weights.values())
+
+
+def _get_first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or the name of its class if it has no message."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+@contextmanager
+def _without_gathers(module: nn.Module) -> Iterator[None]:
+    """Let the enclosed forward of a chunk not wait for gathers of parameters, which no graph may await.
+
+    A replay needs no such wait, since the eager first micro-batch of the step has waited.
+    """
+    pre_forward_gather = module.pre_forward_gather
+    module.pre_forward_gather = lambda unit: None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.pre_forward_gather = pre_forward_gather
 
 
 @contextmanager

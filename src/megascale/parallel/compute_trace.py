@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ from megascale.parallel.collectives import Axis
 from megascale.parallel.parameters import get_spec
 from megascale.parallel.pipeline import EagerRunner
 from megascale.parallel.runtime import Runtime
+from megascale.parallel.slot_sink import TableSink
 
 CAPACITY = 1 << 17  # largest number of entries of a trace; a chunk of 126 layers has some 6,000
 # By bytes per element: the integer type in which the bits of an element are summed.
@@ -151,6 +153,8 @@ class ComputeTrace:
             self._runtime.sent_observer = None
             for sink, ready in original_hooks:
                 sink.ready = ready
+                if isinstance(sink, TableSink):
+                    sink.observe = None
             self._runtime.stream.synchronize()
 
     def _add_exchanged(self, axis: Axis, kind: str, tensor: Tensor) -> None:
@@ -162,15 +166,23 @@ class ComputeTrace:
     def _observe_sinks(self) -> list[tuple[GradientSink, Callable[[], None]]]:
         """Trace each gradient before a reduction can overwrite it.
 
-        A sink calls its `ready` after each addition to the gradient, which may start a reduction. Return the sinks with
-        their original `ready`.
+        A sink calls its `ready` after each addition to the gradient, which may start a reduction. A sink of a divided
+        table passes each part before the part's reduction. Return the sinks with their original `ready`.
         """
         original_hooks = []
         for buffer in self._buffers:
             for parameter, sink in zip(buffer.parameters, buffer.sinks, strict=True):
                 original_hooks.append((sink, sink.ready))
+                if isinstance(sink, TableSink):
+                    sink.observe = partial(self._add_part, parameter.data_ptr())
+                    continue
                 sink.ready = self._make_observer(sink, sink.ready, parameter.data_ptr())
         return original_hooks
+
+    def _add_part(self, address: int, grads: Tensor) -> None:
+        """Trace a part of a divided table's gradient."""
+        self._runtime.stream.synchronize()
+        self.add_checksum("gradient", grads, address)
 
     def _make_observer(self, sink: GradientSink, ready: Callable[[], None], address: int) -> Callable[[], None]:
         """Return a function that traces the gradient of a sink, and then calls `ready`."""

@@ -1,9 +1,9 @@
 """Reduction of gradients in slots by copy engines (overlap.reductions=copies): ZeRO-2 and 3 on one host.
 
 The slots of gradient_slots.py lie in peer memory, which the other ranks of the group read directly
-(`Exchange.peer_memory`). A rank copies the other ranks' gradients of its shard into staging memory, in pieces of PIECE
-elements. A small kernel on a side stream adds each piece and the rank's own gradients to the shard while the next piece
-is copied. Unlike NCCL's reductions, copies take no SMs from the GEMMs of the backward.
+(`Exchange.peer_memory`). A rank copies the other ranks' gradients of its shard into staging memory, in pieces. A small
+kernel on a side stream adds each piece and the rank's own gradients to the shard while the next piece is copied. Unlike
+NCCL's reductions, copies take no SMs from the GEMMs of the backward.
 
 With parallel.reduce_dtype=bfloat16 a rounded copy of the gradients lies in peer memory instead of the slots. As in
 `reduce_scatter_rounded`, the rank's own gradients are not rounded, and sums have the type of the gradients.
@@ -17,14 +17,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megascale.core.unit_slots import size_staging
 from megascale.ops.peer_sum import sum_over_peers
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.collectives import Axis, Pending
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.gradient_slots import ShardTarget, size_slots
 from megascale.parallel.peer_memory import PeerMemory
-
-PIECE = 1 << 23  # elements: 32 MiB of float32, which takes 90 us between two GPUs
 
 
 def count_slot_elements(buffers: Sequence[ParamAndGradBuffer]) -> int:
@@ -44,6 +43,7 @@ class CopyReduction:
 
     Attributes:
         memory: memory of the slots.
+        staging: memory for pieces of the other ranks' gradients.
     """
 
     def __init__(self, exchange: Exchange, count: int, dtype: torch.dtype, sent_dtype: torch.dtype) -> None:
@@ -56,7 +56,7 @@ class CopyReduction:
         else:
             self.memory = torch.zeros(count, dtype=dtype, device=sent.device)
             self._rounded = sent
-        self._staging = torch.empty(2, exchange.size - 1, min(PIECE, count), dtype=sent_dtype, device=sent.device)
+        self.staging = torch.empty(size_staging(count, exchange.size), dtype=sent_dtype, device=sent.device)
         # Every rank's gradients of a shard that this rank reduces, by address and length of this rank's.
         self._parts: dict[tuple[int, int], list[Tensor]] = {}
 
@@ -83,5 +83,5 @@ class CopyReduction:
             out = target.grads[start:stop]
             sum_over_peers(shard[start:stop], received, axis.rank, out, target.accumulates)
 
-        wait = self._exchange.reduce_from_peers(parts, self._staging, add, prepare)
+        wait = self._exchange.reduce_from_peers(parts, self.staging, add, prepare)
         return Pending(target.grads, transfer=transfer, finish=wait)

@@ -174,7 +174,9 @@ class DataParallel:
         if buffers[0].zero >= 2:
             start_reduction = copy_reduction or partial(reduce_into_shard, self._start_reduction)
             memory = None if copy_reduction is None else copy_reduction.memory
-            self.gradient_slots = GradientSlots(buffers, self._states, start_reduction, self._runtime, memory)
+            self.gradient_slots = GradientSlots(
+                buffers, self._states, start_reduction, runtime=self._runtime, memory=memory, overlaps_parts=overlap
+            )
 
     def drop_communication(self) -> None:
         """Forget everything in flight, because the step has failed and the groups are gone.
@@ -287,8 +289,9 @@ class DataParallel:
 
     def open_early_slot(self, chunk: int, unit: int) -> None:
         """Open the slot of a unit's early gradient before a replay of its forward, if the unit has one."""
-        if self._early_bucket is not None and self._writes_early(chunk, unit):
-            self._early_bucket.open()
+        bucket = self._early_bucket
+        if bucket is not None and self._writes_early(chunk, unit) and not bucket.is_part:
+            bucket.open()
 
     def allow_early_gradients(self, weight: nn.Parameter) -> bool:
         """Let the forward of the last chunk write the gradient of `weight` into its slot (an early gradient).
@@ -300,6 +303,9 @@ class DataParallel:
         buffer = self.buffers[-1]
         index = [param is weight for param in buffer.parameters].index(True)
         bucket = self.gradient_slots.buckets[-1][buffer.bucket_by_param[index]]
+        if bucket.is_part:  # the writer of a divided gradient opens and reduces its parts
+            self._early_bucket = bucket
+            return True
         unit_buckets = [candidate for candidate in self.gradient_slots.buckets[-1] if candidate.unit == bucket.unit]
         if len(unit_buckets) > 1 or len(buffer.layout.buckets[bucket.index].members) > 1:
             return False

@@ -199,6 +199,7 @@ class Exchange:
         self._views: dict[Any, list[torch.Tensor]] = {}
         # By half of the staging memory: the event on side after which the last sum has read it.
         self._staging_sum_events: list[Any] = [None, None]
+        self._staged_half = 0  # half of the staging memory for the next piece
 
     @staticmethod
     def count_buffer_bytes(size: int, shard_bytes: int) -> int:
@@ -486,9 +487,10 @@ class Exchange:
             streams.signal((self.rank - step) % self.size, number)
         piece_length = staging.shape[-1]
         length = len(parts[self.rank])
-        for index, start in enumerate(range(0, length, piece_length)):
+        for start in range(0, length, piece_length):
             stop = min(start + piece_length, length)
-            half = index % 2
+            half = self._staged_half  # calls with a single piece use both halves in turn too
+            self._staged_half = 1 - half
             if self._staging_sum_events[half] is not None:
                 streams.stream_wait("copy", self._staging_sum_events[half])
             received = staging[half, :, : stop - start]

@@ -95,6 +95,17 @@ class _Float8Linears(LinearPrecision, ABC):
                     target.copy_(source)
             self._weights[id(weight)] = weight, pinned
 
+    def reserve_pinned_weights(self, weights: Iterable[Tensor]) -> None:
+        for weight in weights:
+            pinned = self._pinned.get(id(weight))
+            if pinned is None:
+                if _is_stack(weight):
+                    pinned = _cast_parameter_stack(weight)
+                else:
+                    pinned = self._make_undefined_weight(weight)
+                self._pinned[id(weight)] = pinned
+            self._weights[id(weight)] = weight, pinned
+
     def check(self, matrices: Mapping[str, Tensor], tokens: int, device: torch.device) -> None:
         dispatch.record_choice(
             "linear layers", f"float8, {self.recipe}: {len(matrices)} matrices; embedding and logits are not"
@@ -127,8 +138,8 @@ class _Float8Linears(LinearPrecision, ABC):
         It is made once after `invalidate_weights`.
         """
         if id(weight) not in self._weights:
-            if weight.dim() > 2:
-                cast = cast_stack(weight.detach().flatten(1, -2))
+            if _is_stack(weight):
+                cast = _cast_parameter_stack(weight)
             else:
                 cast = self._make_weight(weight)
             self._weights[id(weight)] = weight, cast
@@ -138,6 +149,10 @@ class _Float8Linears(LinearPrecision, ABC):
     def _make_weight(self, weight: Tensor) -> Float8:
         """Return a new cast of a weight for `get_weight`. Subclasses may get it from other ranks."""
         return self.cast_weight(weight.detach())
+
+    def _make_undefined_weight(self, weight: Tensor) -> Float8:
+        """Return a cast of the weight's present values, whether they have arrived or not."""
+        return self._make_weight(weight)
 
     @abstractmethod
     def cast_weight(self, weight: Tensor) -> Float8:
@@ -208,6 +223,16 @@ class _Float8Linears(LinearPrecision, ABC):
         return self._counts
 
 
+def _is_stack(weight: Tensor) -> bool:
+    """Return whether a parameter has matrices of several experts [experts, ..., I]."""
+    return weight.dim() > 2
+
+
+def _cast_parameter_stack(stack: Tensor) -> Float8:
+    """Cast the matrices of a rank's experts [experts, ..., I], each as one matrix [O, I]."""
+    return cast_stack(stack.detach().flatten(1, -2))
+
+
 class TensorWiseFloat8(_Float8Linears):
     """One scale per matrix, from the matrix's amax.
 
@@ -224,6 +249,8 @@ class TensorWiseFloat8(_Float8Linears):
         # By id of the weight: rows and scale of a weight that is gathered in float8. None if they are out of date and
         # the weight itself is not gathered either.
         self._gathered: dict[int, tuple[Tensor, Tensor] | None] = {}
+        # By id of the weight: the same memory, which stays when it is out of date.
+        self._gathered_memory: dict[int, tuple[Tensor, Tensor]] = {}
         # By id of the weight: cast that is gathered before each use (ZeRO-3).
         self._slot_casts: dict[int, Float8] = {}
 
@@ -238,6 +265,7 @@ class TensorWiseFloat8(_Float8Linears):
         Each call for a weight must pass the same memory, because CUDA graphs read it without a copy.
         """
         self._gathered[id(weight)] = rows, scale
+        self._gathered_memory[id(weight)] = rows, scale
         self._weights.pop(id(weight), None)
 
     def invalidate_rows(self, weight: Tensor) -> None:
@@ -268,6 +296,13 @@ class TensorWiseFloat8(_Float8Linears):
             return Float8(rows, scale, transpose_rows(rows), scale)
         transpose_rows(rows, pinned.columns)  # into the memory that CUDA graphs read
         return pinned
+
+    def _make_undefined_weight(self, weight: Tensor) -> Float8:
+        memory = self._gathered_memory.get(id(weight))
+        if memory is None or id(weight) not in self._gathered:
+            return self._make_weight(weight)
+        rows, scale = memory
+        return Float8(rows, scale, transpose_rows(rows), scale)
 
     def cast_weight(self, weight: Tensor) -> Float8:
         return cast_by_amax(weight, E4M3, all_reduce_amax(compute_amax(weight), self.axis))

@@ -14,10 +14,15 @@ A bucket goes through these states in every micro-batch:
 
 Blocks use two slots in turn, so that one is reduced while the backward of the next block fills the other. Embedding
 and head, which may be much larger than a block, use the memory of both slots. The address of a gradient never changes.
+
+ZeRO-2 divides a table that is larger than the slots by rows. Its parts use the slots' memory in turn. A part is open
+only while one operator writes it. The loss writes the head once per group of tokens, so each part is then reduced once
+per group of tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -26,11 +31,11 @@ import torch
 
 from megascale import torch_private
 from megascale.core.schedule import ActionKind
-from megascale.parallel.buffer_layout import FlatLayout, find_gaps, find_unit_ranges
+from megascale.parallel.buffer_layout import FlatLayout, find_gaps, find_slot_sizes, find_unit_ranges
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.collectives import Axis, Pending
 from megascale.parallel.runtime import Runtime
-from megascale.parallel.slot_sink import SlotSink
+from megascale.parallel.slot_sink import RowPart, SlotSink, TableSink
 
 
 class BackwardState(Protocol):
@@ -119,6 +124,9 @@ class GradientBucket:
         self._pending: Pending | None = None
         self._write_plans: dict[ActionKind, _WritePlan] = {}
         self._overwritten: list[SlotSink] = []  # as in the plan of the present backward
+        if self._span.rows is not None:
+            self._add_part(buffer, self._span.rows)
+            return
         for i in self._span.members:
             sink = buffer.sinks[i]
             assert isinstance(sink, SlotSink)
@@ -126,6 +134,38 @@ class GradientBucket:
             param = buffer.parameters[i]
             sink.view = self.grads[first : first + param.numel()].view(param.shape)
             sink.before_write = self.open_for_write
+
+    def _add_part(self, buffer: ParamAndGradBuffer, rows: tuple[int, int]) -> None:
+        """Let the sink of a divided table write `rows` of its gradient to this bucket."""
+        (member,) = self._span.members
+        sink = buffer.sinks[member]
+        assert isinstance(sink, TableSink)
+        shape = (rows[1] - rows[0], *buffer.parameters[member].shape[1:])
+        view = self.grads[: math.prod(shape)].view(shape)
+        sink.parts.append(RowPart(slice(*rows), view, self._open_part, self._reduce_part))
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the bucket holds a part of a divided table."""
+        return self._span.rows is not None
+
+    def _open_part(self, is_overwritten: bool) -> None:
+        """Take the memory of a part, and zero what is not overwritten."""
+        self._take_memory()
+        first_zeroed = 0
+        if is_overwritten:
+            (member,) = self._span.members
+            assert self._span.rows is not None
+            row_elements = self._buffer.parameters[member].shape[1:].numel()
+            first_zeroed = (self._span.rows[1] - self._span.rows[0]) * row_elements  # the rest is padding
+        self.grads[first_zeroed:].zero_()
+        self.slots.runtime.stream.wait_for_main()
+
+    def _reduce_part(self) -> None:
+        """Reduce a part that has been written; without overlap, wait for the sum."""
+        self.reduce()
+        if not self.slots.overlaps_parts:
+            self.drain()
 
     def overlaps(self, bucket: GradientBucket) -> bool:
         """Return whether this bucket and `bucket` use the same memory."""
@@ -138,6 +178,15 @@ class GradientBucket:
 
     def open(self) -> None:
         """Take the bucket's memory from its previous users, and zero the gradients that no GEMM will overwrite."""
+        self._take_memory()
+        zeroed, self._overwritten = self._plan_writes(self.slots.states[self.chunk])
+        if zeroed:
+            torch_private.foreach_zero_(zeroed)
+        self._set_sinks(True)
+        self.slots.runtime.stream.wait_for_main()  # GEMMs on the side stream write gradients too
+
+    def _take_memory(self) -> None:
+        """Reduce and drain the buckets that use the same memory, and open this one."""
         assert not self.is_open
         for bucket in list(self.slots.active):
             if bucket.overlaps(self):
@@ -145,11 +194,6 @@ class GradientBucket:
                 bucket.drain()
         self.slots.active.append(self)
         self.is_open = True
-        zeroed, self._overwritten = self._plan_writes(self.slots.states[self.chunk])
-        if zeroed:
-            torch_private.foreach_zero_(zeroed)
-        self._set_sinks(True)
-        self.slots.runtime.stream.wait_for_main()  # GEMMs on the side stream write gradients too
 
     def plan_captured_writes(self) -> None:
         """Let the captured GEMMs of a backward overwrite the gradients that no other operator adds to."""
@@ -232,6 +276,7 @@ class GradientSlots:
         start_reduction: starts to reduce a bucket's gradients over data-parallel ranks.
         runtime: the rank's runtime.
         memory: memory that peers read, for all slots; None: the slots get memory that only this rank reads.
+        overlaps_parts: whether later work overlaps with the reductions of a divided table's parts.
 
     Attributes:
         memory: memory of all slots.
@@ -247,7 +292,9 @@ class GradientSlots:
         start_reduction: StartSlotReduction,
         runtime: Runtime,
         memory: torch.Tensor | None = None,
+        overlaps_parts: bool = True,
     ) -> None:
+        self.overlaps_parts = overlaps_parts
         self.runtime = runtime
         self.states = states
         self.start_reduction = start_reduction
@@ -296,9 +343,9 @@ class GradientSlots:
                     bucket.reduce()
 
     def _unit_buckets(self, chunk: int, unit: int) -> Iterable[GradientBucket]:
-        """Yield the buckets of a unit."""
+        """Yield the buckets of a unit, without the parts of a divided table, which their writer opens."""
         for bucket in self.buckets[chunk]:
-            if bucket.unit == unit:
+            if bucket.unit == unit and not bucket.is_part:
                 yield bucket
 
     def reduce_chunk(self, chunk: int) -> None:
@@ -335,21 +382,25 @@ def size_slots(layouts: Sequence[FlatLayout], unit_counts: Sequence[int]) -> tup
     largest_size = 0
     block_size = 0
     for layout, count in zip(layouts, unit_counts, strict=True):
-        for unit, (start, stop) in find_unit_ranges(layout).items():
-            largest_size = max(largest_size, stop - start)
+        for unit, size in find_slot_sizes(layout).items():
+            largest_size = max(largest_size, size)
             is_block = 0 < unit < count - 1
             if is_block:
-                block_size = max(block_size, stop - start)
+                block_size = max(block_size, size)
     return max(largest_size, 2 * block_size), block_size
 
 
 def find_slot_starts(layout: FlatLayout, unit_count: int, block_size: int) -> list[int]:
     """Return the first element in the slots' memory of each bucket that belongs to a unit."""
     ranges = find_unit_ranges(layout)
+    slot_sizes = find_slot_sizes(layout)
     starts = []
     for span, unit in zip(layout.buckets, layout.units, strict=True):
         if unit is not None:
             is_block = 0 < unit < unit_count - 1
             slot_start = block_size * (unit % 2) if is_block else 0
-            starts.append(slot_start + span.start - ranges[unit][0])
+            offset = span.start - ranges[unit][0]
+            if span.rows is not None:
+                offset %= slot_sizes[unit]  # parts use the memory in turn
+            starts.append(slot_start + offset)
     return starts

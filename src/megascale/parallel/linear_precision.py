@@ -72,6 +72,12 @@ class LinearPrecision(Gemms):
     def pin_weights(self, weights: Iterable[Tensor]) -> None:
         """Write values derived from these weights into the memory that CUDA graphs read, until the weights change."""
 
+    def reserve_pinned_weights(self, weights: Iterable[Tensor]) -> None:
+        """Let the next GEMMs read the memory that CUDA graphs read, before the weights have arrived.
+
+        The results of these GEMMs are undefined. Call `invalidate_weights` after them.
+        """
+
     def count_casts(self, on: bool) -> None:
         """Count casts to a narrower type from zero if `on`, else stop counting. Counting makes casts slower."""
 

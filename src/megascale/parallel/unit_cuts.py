@@ -6,6 +6,7 @@ the work of hooks and gradient sinks in an eager micro-batch:
 
 - before a unit's forward: wait for the unit's parameters, and start the gather of the next unit;
 - after the head's forward, if it has written the head's gradient: start the reduction of this gradient;
+- before and after each write of a part of a divided table's gradient: take the part's memory, and reduce the part;
 - before a unit's backward: start the reduction of the previous unit's gradients, take the slot of this unit's
   gradients from its last user, and gather parameters.
 
@@ -22,6 +23,7 @@ from typing import Protocol
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.data_parallel import DataParallel
 from megascale.parallel.runtime import Runtime
+from megascale.parallel.slot_sink import TableSink
 
 
 class CutPool(Protocol):
@@ -65,6 +67,10 @@ class UnitCuts:
         sink = data_parallel.early_sink
         if sink is not None:
             sink.complete = partial(self._complete_early, len(buffers) - 1, sink.complete)
+        for buffer in buffers:
+            for sink in buffer.sinks:
+                if isinstance(sink, TableSink):
+                    sink.run = self._run_or_cut
 
     @contextmanager
     def capture_in(self, pool: CutPool) -> Iterator[None]:
@@ -104,6 +110,13 @@ class UnitCuts:
             complete()
         else:
             self._cut(self._pool, partial(self._data_parallel.end_unit_backwards, chunk))
+
+    def _run_or_cut(self, action: Callable[[], None]) -> None:
+        """Run the communication of a table's part; in a capture, cut the capture for it."""
+        if self._pool is None:
+            action()
+        else:
+            self._cut(self._pool, action)
 
     def _before_backward(self, chunk: int, gather: Callable[[int], None] | None, unit: int) -> None:
         if self._pool is not None:

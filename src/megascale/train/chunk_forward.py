@@ -145,6 +145,12 @@ class ChunkForward:
     def take_graph_inputs(self, chunk: int, i: int, x: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Return the tensors that a captured chunk reads: its input, and fields of micro-batch `i`."""
         x, batch = self._take_inputs(chunk, i, x)
+        return self.list_graph_inputs(chunk, x, batch)
+
+    def list_graph_inputs(
+        self, chunk: int, x: torch.Tensor, batch: Batch[torch.Tensor] | None
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that a captured chunk reads: its input x, and fields of the micro-batch."""
         inputs = [x]
         for name in self._read_fields[chunk]:
             inputs.append(getattr(batch, name))

@@ -371,6 +371,7 @@ class Engine:
                 zero=config.parallel.zero,
                 bucket_elements=self.layout.bucket_elements,
                 float8_gather=can_gather_float8 and grid.shards > 1,
+                table_part=self.layout.find_table_part(stage),
             )
             self.chunks.append(chunk)
             self.buffers.append(buffer)
@@ -594,7 +595,33 @@ class Engine:
             shape=pipeline.shape,
             device=self.device,
             data_parallel=self.data_parallel,
+            make_inputs=self._make_blank_graph_inputs,
         )
+
+    def _make_blank_graph_inputs(self, chunk_index: int) -> tuple[torch.Tensor, ...]:
+        """Return tensors that a captured chunk can read, of a micro-batch that belongs to no step."""
+        batch = self._make_blank_batch()
+        if self.chunks[chunk_index].is_first:
+            assert batch.tokens is not None
+            x = batch.tokens
+        else:
+            x = self._make_blank_activation()
+        return self.chunk_forward.list_graph_inputs(chunk_index, x, batch)
+
+    def _make_blank_batch(self) -> Batch[torch.Tensor]:
+        """Return a micro-batch of zeros as this rank reads it."""
+        sequence_length = self.config.model.sequence_length
+        return make_blank_batch(
+            self.fields,
+            length=sequence_length // self._context_axis.size,
+            width=self.config.train.micro_batch,
+            sequence_length=sequence_length,
+            device=self.device,
+        )
+
+    def _make_blank_activation(self) -> torch.Tensor:
+        """Return an input of zeros for a chunk that is not the model's first one."""
+        return torch.zeros(self.pipeline.shape, dtype=self.dtype, device=self.device)
 
     def _find_graph_obstacle(self) -> str:
         """Return why chunks cannot be captured, "" if they can. Ranks of a stage with equal GPUs return the same."""
@@ -647,20 +674,13 @@ class Engine:
         loading a kernel too and waits for a transfer of its own.
         """
         self.runtime.calls.set_action(b"kernels")
-        sequence_length = self.config.model.sequence_length
-        batch = make_blank_batch(
-            self.fields,
-            length=sequence_length // self._context_axis.size,
-            width=self.config.train.micro_batch,
-            sequence_length=sequence_length,
-            device=self.device,
-        )
+        batch = self._make_blank_batch()
         assert batch.tokens is not None
         tokens = batch.tokens
         for chunk_index, chunk in enumerate(self.chunks):
             x = tokens
             if not chunk.is_first:
-                x = torch.zeros(self.pipeline.shape, dtype=chunk.dtype, device=self.device, requires_grad=True)
+                x = self._make_blank_activation().requires_grad_()
             y = self.chunk_forward.run_blank(chunk_index, x, batch)
             self.data_parallel.begin_backward(chunk_index)
             torch.autograd.backward(y, None if chunk.is_last else torch.zeros_like(y))

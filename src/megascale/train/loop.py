@@ -57,6 +57,7 @@ from megascale.train.replay_conditions import find_reason_against_replays
 from megascale.train.reporter import Reporter
 from megascale.train.resume import ResumeGuard
 from megascale.train.run_folder import RunFolder
+from megascale.train.snapshot_reserve import compute_snapshot_reserve
 from megascale.train.step_result import StepResult
 from megascale.train.telemetry import Telemetry, start_rank_log
 from megascale.train.weights import WeightWatch
@@ -159,6 +160,7 @@ class Trainer:
         self._counts: dict[str, Any] = {}  # totals up to the last step whose results were read
         self._stopwatch = Stopwatch()  # of the start, from the groups on
         self._load_measures: dict[str, float] = {}
+        self._load_parts = ""  # parts of the load and their seconds
         self._data_notes: list[str] = []
         self._unconfirmed_note = ""
         self._skipped_count = 0  # steps of this process with an infinite or NaN gradient, or without loss weights
@@ -180,7 +182,9 @@ class Trainer:
         order of their opening, after a failure too.
         """
         with contextlib.ExitStack() as resources, self.ending:
-            self.garbage_collector = GarbageCollector(self.config.train.gc_interval)
+            self.garbage_collector = GarbageCollector(
+                self.config.train.gc_interval, excludes_objects=self.parking is None
+            )
             resources.callback(self.garbage_collector.close)
             self._join_job(resources)
             self._build(resources)
@@ -307,6 +311,7 @@ class Trainer:
             self.folder.path,
             shards,
             reused_slots=self._reused_slots,
+            reserve=compute_snapshot_reserve(config),
             check=self.parking.check if self.parking is not None else lambda: None,
         )
         self._reused_slots = ()
@@ -421,6 +426,7 @@ class Trainer:
         if not self.ending.is_parking:
             return
         assert self.parking is not None
+        self.parking.end_leaving_phase("observers")
         obstacle = self.engine.find_state_obstacle()
         if obstacle:
             log.info("this process stays for the next attempt, which loads the state: %s", obstacle)
@@ -430,10 +436,13 @@ class Trainer:
         try:
             self.engine.close(failed=True)
             self.engine.leave_groups()
+            self.parking.end_leaving_phase("engine")
             live = replace(live, step=self._find_kept_step())
+            self.parking.end_leaving_phase("step")
         finally:
             # Without its own state, the next attempt needs this rank's last snapshot.
             slots = self.checkpointer.leave(awaits_snapshots=live.step < 0)
+            self.parking.end_leaving_phase("snapshots")
         if live.step < 0:
             live = LiveState()
         if self.is_leader and live.step == self._counts.get("step"):
@@ -593,9 +602,13 @@ class Trainer:
         assert self.groups is not None
         self._synchronize()
         failed = self.ending.has_lost_peers
+        if self.parking is not None:
+            self.parking.end_leaving_phase("feed")
         if hasattr(self, "engine"):
             self.engine.close(failed)
         shutdown(self.groups, failed=failed)
+        if self.parking is not None:
+            self.parking.end_leaving_phase("groups")
 
     # the start: state, data, first lines ------------------------------------------------------------------------
 
@@ -626,6 +639,7 @@ class Trainer:
             "read_bytes": report.read_bytes,
             "sent_bytes": report.sent_bytes,
         }
+        self._load_parts = report.describe_seconds()
         if report.zeroed_states:
             names = ", ".join(sorted(report.zeroed_states))
             self.resume_guard.notes.append(f"{names} of optimizer.name={self.config.optimizer.name} starts at zero")
@@ -756,6 +770,8 @@ class Trainer:
         """Log the seconds from the moment that this rank met the others until it can train."""
         total = sum(self._stopwatch.timings.values())
         text = f"ready to train {total:.2f} s after the groups: {self._stopwatch.describe()}"
+        if self._load_parts:
+            text += f"; of the load: {self._load_parts}"
         if self._has_rejoined:
             text += "; the engine of the attempt before"
         else:

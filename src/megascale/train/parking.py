@@ -24,20 +24,23 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from megascale.checkpoint import object_collectives
+from megascale.checkpoint import object_collectives, prepare_slots
 from megascale.checkpoint.live_state import LiveState
 from megascale.config import Config
 from megascale.core.exit_record import ExitKind, ExitRecord, attach_record, find_exit_record
 from megascale.core.process_orders import EARLY_VARIABLE, ORDERS_VARIABLE, PREPARED_VARIABLE, Resume, read_orders
 from megascale.core.status import PARKED, StatusFile
+from megascale.core.stopwatch import Stopwatch
 from megascale.errors import TrainingError
 from megascale.optim.update_hold import UpdateHold
 from megascale.parallel import peer_watch
 from megascale.rendezvous import groups as rank_groups
 from megascale.rendezvous.group_sockets import cut_connections, list_new_sockets, list_sockets
 from megascale.rendezvous.groups import Groups
+from megascale.train.host_pauses import exclude_imports
 from megascale.train.rank_info import RankInfo
 from megascale.train.run_folder import RunFolder
+from megascale.train.snapshot_reserve import estimate_slot_sizes
 from megascale.train.warm_up import warm_up
 
 if TYPE_CHECKING:
@@ -90,6 +93,7 @@ class Parking:
         error: the error that ended the present attempt and after which the process stays; None otherwise.
         left_ns: time (`time.time_ns`) at which this rank had completed the step after which it was ordered to leave the
             attempt before the present one; otherwise 0.
+        leaving: measures the parts of leaving an attempt; None before the process decides to stay.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -102,6 +106,8 @@ class Parking:
         self.retained: RetainedState | None = None
         self.error: BaseException | None = None
         self.left_ns = 0
+        self.leaving: Stopwatch | None = None
+        self._order_time = 0.0  # `time.monotonic()` at an order to leave the present attempt at once; otherwise 0
         self._has_stepped = False  # whether a step of the present attempt is complete
         self._failure_time = 0.0  # `time.monotonic()` when `error` was set
         self._attempt = _read_attempt(os.environ)
@@ -120,12 +126,14 @@ class Parking:
                 self._attempt = _read_attempt(order.environment)
                 self.must_leave_now = False
                 self.must_leave_after_step = False
+                self._order_time = 0.0
                 self._resumes.put(order)
             elif order.attempt != self._attempt:
                 continue
             elif order.after_step:
                 self.must_leave_after_step = True
             else:
+                self._order_time = self._order_time or time.monotonic()
                 self.must_leave_now = True
                 self._abort()
 
@@ -224,8 +232,25 @@ class Parking:
             return False
         self.error = error
         self._failure_time = time.monotonic()
+        self.leaving = Stopwatch()
         self._abort()  # without an order, the groups are not aborted yet
         return True
+
+    def end_leaving_phase(self, phase: str) -> None:
+        """Measure a part of leaving the attempt, which ends now. No effect before the process decides to stay."""
+        if self.leaving is not None:
+            self.leaving.end_phase(phase)
+
+    def _describe_leaving(self) -> str:
+        """Return the seconds of leaving the attempt and of its parts, as text."""
+        seconds = time.monotonic() - self._failure_time
+        text = f"{seconds:.2f} s"
+        if self._order_time and self._order_time < self._failure_time:
+            text += f", {self._failure_time - self._order_time:.2f} s after the order"
+        if self.leaving is not None:
+            text += f" ({self.leaving.describe()})"
+        self.leaving = None
+        return text
 
     def check_left(self, error: Exception, folder: RunFolder, rank: int, step: int) -> None:
         """Check that this rank has left the attempt with the error that `decide_stay` accepted.
@@ -258,15 +283,27 @@ class Parking:
     # between attempts -----------------------------------------------------------------------------------------------
 
     def wait_for_first_attempt(self, config: Config, rank_info: RankInfo) -> None:
-        """Prepare the device of a process that joins in a later attempt, and wait for that attempt.
+        """Prepare device and staging memory of a process that joins in a later attempt, and wait for that attempt.
 
         Args:
             config: the resolved configuration.
         """
         os.environ.pop(PREPARED_VARIABLE)
         warm_up(config, rank_info.local_rank, use_gpu=rank_info.device.type == "cuda")
+        exclude_imports()
         folder = RunFolder(config.run_folder)
         folder.create()
+        necessary_bytes, sufficient_bytes = estimate_slot_sizes(config, rank_info.world)
+        slots = prepare_slots(
+            config.checkpoint,
+            config.run_folder,
+            rank=rank_info.rank,
+            size=necessary_bytes,
+            reserved=sufficient_bytes,
+            device=rank_info.device,
+        )
+        if slots:
+            self.retained = RetainedState(slots)
         status = StatusFile(folder.status, rank_info.rank, waiting_node=os.environ["MEGASCALE_NODE"])
         status.update(PARKED, 0)
         status.close()
@@ -287,20 +324,20 @@ class Parking:
         has_engine = self.retained is not None and self.retained.engine is not None
         if self.retained is not None and has_engine:
             log.info("the engine stays, with the state of step %d (-1: incomplete update)", self.retained.live.step)
-        close_time = time.monotonic()
+        self.end_leaving_phase("close")
         try:
             _free_memory(keeps_cache=has_engine)
         except RuntimeError as error:
             self._end_process(message, error, folder, rank, step)
+        self.end_leaving_phase("memory")
         status = StatusFile(folder.status, rank)
         status.update(PARKED, step, message=message, exit_record=record)
         status.close()
         log.info(
-            "process %d has left attempt %d in %.2f s (%.2f s to free memory) and waits for the next one",
+            "process %d has left attempt %d in %s and waits for the next one",
             os.getpid(),
             self._attempt,
-            time.monotonic() - self._failure_time,
-            time.monotonic() - close_time,
+            self._describe_leaving(),
         )
         self._await_order(folder, rank)
         self.is_reused = True
@@ -326,6 +363,7 @@ class Parking:
             return
         start_time = time.monotonic()
         warm_up(config, int(os.environ["LOCAL_RANK"]), use_gpu=config.train.device != "cpu")
+        exclude_imports()
         ready_time = time.monotonic()
         self._join_attempt()
         log.info(
@@ -393,6 +431,7 @@ def open_parking() -> Parking | None:
     descriptor = os.environ.get(ORDERS_VARIABLE, "")
     if not descriptor.isdecimal():
         return None
+    exclude_imports()
     return Parking(int(descriptor))
 
 

@@ -55,6 +55,7 @@ class ReductionCheck:
                 span = buffer.layout.buckets[bucket]
                 self._bucket_keys[buffer.slice_grads(span.start, span.stop).data_ptr()] = chunk, bucket
         self._sums: dict[tuple[int, int], Tensor] = {}  # block sums of this rank's addends, by (chunk, bucket)
+        self._reduction_counts: dict[tuple[int, int], int] = {}  # number of their reductions
         # While addends are summed: the functions that `begin` has replaced, for resident buckets and for slots.
         self._originals: tuple[StartReduction, StartReduction | None] | None = None
 
@@ -65,6 +66,7 @@ class ReductionCheck:
         """
         data = self._data
         self._sums.clear()
+        self._reduction_counts.clear()
         start_slot = None if data.gradient_slots is None else data.gradient_slots.start_reduction
         self._originals = data._start_reduction, start_slot
         data._start_reduction = self._watch(data._start_reduction)
@@ -86,6 +88,7 @@ class ReductionCheck:
         def start_watched(grads: Tensor, axis: Axis, *target: ShardTarget) -> Pending:
             key = self._find_bucket(grads)
             sums = sum_blocks(grads.view(self._shard_count, -1))
+            self._reduction_counts[key] = self._reduction_counts.get(key, 0) + 1
             if key in self._sums:
                 self._sums[key] += sums
             else:
@@ -116,8 +119,10 @@ class ReductionCheck:
         actual = torch.cat([sum_blocks(self._find_shard(key).grads.view(1, -1))[0, 0] for key in keys])
         sums, magnitudes = expected
         grads_dtype = self._find_shard(keys[0]).grads.dtype
-        # Each element is rounded once per addend of another rank and per micro-batch, and once more when it is sent.
-        addition_count = self._axis.size + self._microbatches
+        # Each element is rounded once per addend of another rank and per reduction, and once more when it is sent. Part
+        # of a divided table may have several reductions per micro-batch.
+        reduction_count = max(self._microbatches, *self._reduction_counts.values())
+        addition_count = self._axis.size + reduction_count
         epsilon = addition_count * torch.finfo(grads_dtype).eps
         if self._reduce_dtype is not None:
             epsilon += torch.finfo(self._reduce_dtype).eps

@@ -142,6 +142,19 @@ def test_figures_take_the_median_turn_and_one_count_of_flops():
     assert first["mfu"] / second["mfu"] == pytest.approx(2.5 / 2.0)
 
 
+@pytest.mark.parametrize("has_ours", [True, False])
+def test_peers_are_shown_with_and_without_ours(has_ours, capsys):
+    """--peers-only trains no steps of ours, so there is no ratio."""
+    results = [peer_comparison.PeerResult("torchtitan", 0, [3.0], 50.0, {}, "compiled")]
+    if has_ours:
+        results.insert(0, peer_comparison.PeerResult("megascale", 0, [2.0], 50.0, {}, ""))
+    record = {"device": "H100", "processes": 4, "preset": "llama-8b", "date": "2026-11-27", "left_out": {}}
+    peer_comparison.show(record, config("llama-8b", "--train.global_batch=16"), results)
+    output = capsys.readouterr().out
+    assert "3.0000" in output
+    assert ("1.500x" in output) == has_ours
+
+
 def test_without_a_gpu_there_is_nothing_to_compare(benchmarks, tmp_path):
     result = benchmarks("peers", "llama-8b", env={"CUDA_VISIBLE_DEVICES": ""})
     assert result.returncode == 2

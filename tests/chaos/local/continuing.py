@@ -135,6 +135,7 @@ def lose_replica(job: Launched, dice: random.Random, replicas: int) -> dict[str,
     if went_on is None:
         return row | {"problem": "no step without the replica"}
     row["ready"] = job.read_starts()
+    row["left"] = job.read_leaves()
     has_second = replicas > 2 and dice.random() < SECOND_LOSS
     if has_second:
         _inject(job, dice)
@@ -151,15 +152,18 @@ def lose_replica(job: Launched, dice: random.Random, replicas: int) -> dict[str,
             return row | {
                 "without": record.total,
                 "phases": record.seconds,
+                "decide": record.decide_seconds,
                 "lost_steps": record.lost_steps,
                 "missing": complete[-1].time - row["time"],
                 "joining": joined.total,
                 "joining_phases": joined.seconds,
+                "joining_decide": joined.decide_seconds,
                 "kept": len(joined.reused_ranks),
                 "doubts": record.doubts | joined.doubts,
                 "sources": [record.source, joined.source],
                 "last_step": joined.last_step_seconds,
                 "joining_ready": job.read_starts(),
+                "joining_left": job.read_leaves(),
             }
         if job.over():
             break

@@ -14,12 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from megascale.checkpoint import Checkpointer
-from megascale.checkpoint.background import service, service_protocol, snapshot, staging
+from megascale.checkpoint.background import early_slots, service, service_protocol, snapshot, staging
+from megascale.checkpoint.background.early_slots import prepare_slots
 from megascale.checkpoint.background.service import CheckpointService
 from megascale.checkpoint.background.service_protocol import (
     FROM_SERVICE,
@@ -27,15 +28,22 @@ from megascale.checkpoint.background.service_protocol import (
     Allocate,
     AwaitPages,
     InvalidateSlot,
+    ListSnapshots,
+    OpenSnapshot,
+    PagesReady,
+    StageSnapshot,
 )
-from megascale.checkpoint.background.staging import StagingSlot
+from megascale.checkpoint.background.staging import StagingSlot, make_rank_index
 from megascale.checkpoint.format.index import CheckpointIndex
+from megascale.checkpoint.format.write_plan import make_offer, make_plan
+from megascale.checkpoint.saver import get_dtype_name
 from megascale.checkpoint.storage.base import PAGE
 from megascale.services.conversation import Conversation, read_peer_credentials
-from tests.checkpoint.background.conftest import background, large_state
-from tests.checkpoint.conftest import full_shards, logical_state
+from tests.checkpoint.background.conftest import await_other, background, large_state
+from tests.checkpoint.background.test_pages import resident
+from tests.checkpoint.conftest import blank, cut, full_shards, logical_state, run_group
 
-NOTHING = CheckpointIndex({}, [], {"tensor": np.zeros(0, np.int32)})
+NOTHING = CheckpointIndex.make_empty()
 
 
 def test_a_save_is_skipped_while_memory_is_in_use(run: Path) -> None:
@@ -102,6 +110,191 @@ def test_staging_memory_that_a_process_has_kept_serves_its_next_checkpointer(run
     assert Checkpointer(config, run, full_shards(logical_state(8))).load() == {"step": 3}
 
 
+def _resize(rank: int, size: int, run: Path, reserve: float) -> Any:
+    """Save with all ranks, with all but the second one, and with all again; each rank keeps its memory.
+
+    A rank above the second one has another number without it. Return per attempt whether the rank's memory stayed, and
+    the step that blank shards load from memory afterwards.
+    """
+    slots: list[StagingSlot] = []
+    config = background(memory_interval=1, memory_wait=True)
+    survivors = [other for other in range(size) if other != 1]
+    results: list[Any] = []
+    for attempt, members in enumerate([list(range(size)), survivors, list(range(size))]):
+        group = dist.new_group(members)
+        if rank not in members:
+            continue
+        number = members.index(rank)
+        tensors = large_state(attempt)
+        shards = cut(tensors, "flat", number, len(members))
+        mappings = [slot.map for slot in slots]
+        checkpointer = Checkpointer(config, run, shards, group=group, reused_slots=slots, reserve=reserve)
+        checkpointer.load()
+        checkpointer.prepare()
+        assert checkpointer.snapshots is not None
+        results.append([slot.map for slot in checkpointer.snapshots._slots] == mappings)
+        # The earlier attempt's snapshots stay until they are overwritten.
+        blank_shards = cut(blank(tensors), "flat", number, len(members))
+        results.append(Checkpointer(config, run, blank_shards, group=group).load())
+        for name, tensor in large_state(attempt).items():
+            tensors[name].copy_(tensor)
+        for step in (2 * attempt + 1, 2 * attempt + 2):
+            assert checkpointer.save(step, {"step": step}, persist=False)
+            checkpointer.before_update()
+        slots = list(checkpointer.leave())
+        dist.barrier(group)
+        loaded = blank(tensors)
+        second = Checkpointer(config, run, cut(loaded, "flat", number, len(members)), group=group)
+        results.append(second.load())
+        for own, expected in zip(second.shards, shards, strict=True):
+            assert torch.equal(own.tensor, expected.tensor), own
+        dist.barrier(group)
+    return results
+
+
+@pytest.mark.parametrize(("reserve", "stays"), [(1.5, True), (1.0, False)])
+def test_memory_that_is_reserved_serves_more_and_fewer_ranks(run: Path, reserve: float, stays: bool) -> None:
+    results = run_group(3, _resize, run, reserve)
+    steps = [{"step": step} for step in (2, 4, 6)]
+    for rank in (0, 2):
+        assert results[rank][:2] == [False, None]
+        # Larger shards need new memory if nothing is reserved. Smaller ones never do.
+        assert results[rank][3:] == [stays, steps[0] if stays else None, steps[1], True, steps[1], steps[2]]
+    # The second rank's memory stayed although another rank had its number meanwhile.
+    assert results[1][2:] == [steps[0], True, steps[1], steps[2]]
+
+
+def _save_without_last_rank(rank: int, size: int, run: Path) -> int:
+    """Save with all ranks, then once without the last one, then with all. Return the slot of the last save."""
+    config = background(memory_interval=1, memory_wait=True)
+    slots: list[StagingSlot] = []
+    step = slot_index = 0
+    for members, count in ((range(size), 2), (range(size - 1), 1), (range(size), 1)):
+        group = dist.new_group(list(members))
+        if rank not in members:
+            continue
+        shards = cut(logical_state(step), "replicas", rank, len(members))
+        checkpointer = Checkpointer(config, run, shards, group=group, reused_slots=slots)
+        checkpointer.load()
+        checkpointer.prepare()
+        for _ in range(count):
+            step += 1
+            assert checkpointer.save(step, {"step": step}, persist=False)
+            checkpointer.before_update()
+            assert checkpointer.snapshots is not None
+            (slot_index,) = [
+                index
+                for index, copy in checkpointer.snapshots._last_copies.items()
+                if copy.message.generation == checkpointer.snapshots.generation
+            ]
+        slots = list(checkpointer.leave())
+        dist.barrier(group)
+    return slot_index
+
+
+def test_ranks_with_snapshots_of_other_saves_choose_the_same_slot(run: Path) -> None:
+    """The last rank's oldest snapshot is in the first slot, that of the others in the second."""
+    first, second, third = run_group(3, _save_without_last_rank, run)
+    assert first == second == third
+
+
+def test_a_host_without_memory_for_the_reserve_starts_with_the_necessary_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host, size = CheckpointService(0.0), 4 * PAGE
+    trainer: Any = SimpleNamespace(body=NOTHING.to_bytes(), send=lambda *args, **kwargs: None)
+    capacity = SimpleNamespace(memory=8 * size, memory_from="a test")
+    monkeypatch.setattr("megascale.checkpoint.background.snapshot_memory.Capacity.measure", lambda: capacity)
+    expected_sizes = {0: 2 * size, 5 * size: size}  # by bytes that must stay free
+    for rank, (spare, expected) in enumerate(expected_sizes.items()):
+        host.on_allocate(trainer, Allocate(rank, size, 2, reserved=2 * size, spare=spare))
+        assert [slot.memory.size for slot in host.slots[rank]] == [expected] * 2
+        for slot in host.slots[rank]:
+            assert slot.memory.page_filler.wait(30)
+    for slots in host.slots.values():
+        for slot in slots:
+            slot.memory.close()
+
+
+def test_memory_follows_its_process_and_stays_listed_under_its_old_rank() -> None:
+    host = CheckpointService(0.0)
+    replies: list[Any] = []
+    trainer: Any = SimpleNamespace(
+        body=NOTHING.to_bytes(), send=lambda message, *args, **kwargs: replies.append(message)
+    )
+    for rank in (2, 3):
+        host.on_allocate(trainer, Allocate(rank, PAGE, 2))
+        for number, slot in enumerate(host.slots[rank]):
+            slot.mark_complete(describe_snapshot(rank, number, f"0000000{number + 1}-a"), [])
+    first, second = list(host.slots[2]), list(host.slots[3])
+    host.on_allocate(trainer, Allocate(2, PAGE, 2, inodes=tuple(slot.memory.inode for slot in second)))
+    assert host.slots[2] == second
+    assert 3 not in host.slots
+    host.on_list_snapshots(trainer, ListSnapshots())
+    listed = sorted((snapshot.rank, snapshot.generation) for snapshot in replies[-1].snapshots)
+    assert listed == [(rank, f"0000000{number}-a") for rank in (2, 3) for number in (1, 2)]
+    host.on_open_snapshot(trainer, OpenSnapshot(3, "00000002-a"))
+    assert replies[-1].size == PAGE
+    # A process of the former rank 2 may still claim its memory, whatever its number is now.
+    host.on_allocate(trainer, Allocate(0, PAGE, 2, inodes=tuple(slot.memory.inode for slot in first)))
+    assert host.slots[0] == first
+    host._drop_older(1)
+    assert sorted(host.slots) == [0, 2]
+    host._drop_older(2)
+    assert host.slots == {}
+
+
+def test_a_waiting_process_leaves_the_snapshots_of_an_ended_one() -> None:
+    host = CheckpointService(0.0)
+    trainer: Any = SimpleNamespace(body=make_index().to_bytes(), send=lambda *args, **kwargs: None)
+    host.on_allocate(trainer, Allocate(1, PAGE, 2))
+    slots = list(host.slots[1])
+    slots[0].mark_complete(describe_snapshot(1, 0, "00000001-a"), [])
+    trainer.body = NOTHING.to_bytes()
+    host.on_allocate(trainer, Allocate(1, PAGE, 2))
+    assert host.slots == {1: slots}  # large enough
+    host.on_allocate(trainer, Allocate(1, 2 * PAGE, 2))
+    assert host.slots[-1] == slots
+    assert [slot.memory.size for slot in host.slots[1]] == [2 * PAGE] * 2
+    assert [rank for rank, slot in host._list_slots() if slot.generation] == [1]
+    assert len(host.file_indexes[1]) == 1  # a message of the ended process may still need it
+    for kept in host.slots.values():
+        for slot in kept:
+            slot.memory.close()
+
+
+def make_index() -> CheckpointIndex:
+    """Return the index of a file with one chunk."""
+    shards = full_shards({"w": torch.zeros(4)})
+    (layout,) = make_plan([make_offer((s.name, s.shape, get_dtype_name(s.tensor), s.box) for s in shards)]).file_layouts
+    return make_rank_index(shards, layout, 0)
+
+
+def describe_snapshot(rank: int, slot: int, generation: str) -> StageSnapshot:
+    return StageSnapshot(
+        rank=rank,
+        slot=slot,
+        step=1,
+        generation=generation,
+        identity="id",
+        state="{}",
+        ranks=4,
+        size=PAGE,
+        base_sequence=0,
+        follow=False,
+        persist=False,
+        storage="",
+        required_bytes=0,
+        keep=1,
+        local_ranks=(rank,),
+        leader=False,
+        plan="",
+        peer=None,
+        token="",
+        drops_up_to=0,
+    )
+
+
 def test_state_that_stands_at_the_newest_step_in_memory_is_left_alone(run: Path) -> None:
     config = background(memory_interval=1)
     first = Checkpointer(config, run, full_shards(logical_state(1)))
@@ -131,7 +324,7 @@ def test_memory_that_a_service_does_not_free_is_given_up_after_a_limit(monkeypat
     host.on_allocate(trainer, Allocate(rank=0, size=PAGE, slots=1))
     (memory_slot,) = host.slots[0]
     descriptor = os.dup(memory_slot.memory.descriptor)
-    slot = StagingSlot(descriptor, PAGE, NOTHING, [], torch.device("cpu"))
+    slot = StagingSlot(descriptor, NOTHING, [], torch.device("cpu"))
     ours, theirs = socket.socketpair()
     connection = Conversation(ours, TO_SERVICE, FROM_SERVICE)
     served = threading.Thread(target=serve_until_closed, args=(host, Conversation(theirs, FROM_SERVICE, TO_SERVICE)))
@@ -165,6 +358,8 @@ def test_a_service_that_does_not_answer_while_memory_comes_into_place_is_replace
             return
         pid, _ = read_peer_credentials(sock.sock)
         os.kill(pid, signal.SIGSTOP)
+        # The signal stops a thread only once another thread of the process has received it.
+        await_other(lambda: all(is_stopped(task) for task in Path(f"/proc/{pid}/task").iterdir()))
         try:
             with pytest.raises(TimeoutError):
                 real(slot, sock, question, stop)
@@ -179,6 +374,11 @@ def test_a_service_that_does_not_answer_while_memory_comes_into_place_is_replace
         checkpointer.before_update()
     assert has_failed.is_set()
     assert [(outcome.step, outcome.committed) for outcome in checkpointer.finish()][-1] == (1, True)
+
+
+def is_stopped(task: Path) -> bool:
+    """Return whether a thread is stopped by a signal."""
+    return (task / "stat").read_text().rpartition(") ")[2].startswith("T")
 
 
 def test_memory_comes_into_place_under_the_first_steps(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +430,7 @@ def test_memory_that_does_not_come_into_place_is_asked_for_again(run: Path, monk
 
 def test_memory_that_did_not_come_into_place_is_not_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for anew it is refused where it lacks, which a save then tells, instead of failing in silence each time."""
-    monkeypatch.setattr(service, "CheckpointIndex", SimpleNamespace(from_bytes=lambda _: None))
+    monkeypatch.setattr(service, "CheckpointIndex", SimpleNamespace(from_bytes=lambda _: NOTHING))
     ours = service.CheckpointService(1.0)
     sock: Any = SimpleNamespace(body=b"", send=lambda *_, **__: None)
     try:
@@ -285,4 +485,51 @@ def test_a_process_that_must_leave_does_not_wait_for_its_memory(run: Path, monke
     checkpointer = Checkpointer(config, run, full_shards(logical_state(1)), check=check)
     with pytest.raises(Left):
         checkpointer.save(1, {"step": 1})
-    assert len(checkpointer.leave()) == 2
+    left_slots = checkpointer.leave()
+    assert len(left_slots) == 2
+    assert count_slot_threads() == 0
+    must_leave.clear()
+    second = Checkpointer(config, run, full_shards(logical_state(1)), reused_slots=left_slots)
+    monkeypatch.undo()
+    assert second.save(1, {"step": 1}, persist=False, wait=True)
+    assert second.snapshots is not None
+    assert [slot.map for slot in second.snapshots._slots] == [slot.map for slot in left_slots]
+    second.finish(run_ended=False)
+
+
+def count_slot_threads() -> int:
+    """Return the number of threads of this process that serve a slot."""
+    return sum("_serve_slot" in thread.name for thread in threading.enumerate())
+
+
+def test_a_waiting_process_prepares_memory_that_its_first_checkpointer_takes(run: Path) -> None:
+    config = background(memory_interval=1)
+    size = 1 << 20
+    slots = prepare_slots(config, run, rank=5, size=1, reserved=size, device=torch.device("cpu"))
+    mappings = [slot.map for slot in slots]
+    assert [len(mapping) for mapping in mappings] == [size] * 2
+    assert [resident(mapping) for mapping in mappings] == [size] * 2
+    checkpointer = Checkpointer(config, run, full_shards(logical_state(1)), reused_slots=slots)
+    assert checkpointer.save(1, {"step": 1}, persist=False, wait=True)
+    assert checkpointer.snapshots is not None
+    assert [slot.map for slot in checkpointer.snapshots._slots] == mappings
+    checkpointer.finish(run_ended=False)
+    assert Checkpointer(config, run, full_shards(logical_state(2))).load() == {"step": 1}
+
+
+def test_memory_that_cannot_be_prepared_is_left_to_the_first_checkpointer(
+    run: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    too_large = 1 << 50
+    assert prepare_slots(background(), run, rank=0, size=too_large, reserved=0, device=torch.device("cpu")) == []
+    assert "staging memory was not prepared" in caplog.text
+    # The service may send the last snapshot of an ended process for a long time.
+    monkeypatch.setattr(early_slots, "_PREPARE_SECONDS", 0.05)
+    memory = os.memfd_create("test")
+    os.ftruncate(memory, PAGE)
+    connection: Any = SimpleNamespace(files=[memory], request=lambda *_: PagesReady(False))
+    slots: list[StagingSlot] = []
+    early_slots._fill_slots(slots, connection, Allocate(0, PAGE, 1), torch.device("cpu"))
+    assert [resident(slot.map) for slot in slots] == [0]
+    for slot in slots:
+        slot.close()

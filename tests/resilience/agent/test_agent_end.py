@@ -21,7 +21,7 @@ from megascale.resilience.agent.agent import Agent
 from megascale.resilience.agent.trainers import TrainerProcess
 from megascale.resilience.driver.telemetry.agent_server import AgentServer
 from megascale.resilience.protocol import agent_channel
-from megascale.resilience.protocol.agent_messages import Hello, StartFailed
+from megascale.resilience.protocol.agent_messages import Hello, StartFailed, Stopped
 from megascale.resilience.protocol.heartbeat import Heartbeat
 from megascale.resilience.protocol.job_description import JobDescription, write_job
 
@@ -201,3 +201,27 @@ def test_a_garbled_status_record_and_a_reader_that_fails_silence_no_agent(tmp_pa
     monkeypatch.setattr("megascale.core.failure.keep_running.__defaults__", (0.01,))
     play(tmp_path, monkeypatch, scene)
     assert "checksums of weights failed (ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["keep", "kill"])
+def test_an_agent_reports_how_long_killed_ranks_delay_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Ranks that stay in their processes do not wait until the memory of a killed rank is free."""
+
+    async def scene(driver: Driver, agent: Agent, rank: TrainerProcess, life: asyncio.Task[None]) -> None:
+        rank.end(signal.SIGKILL)
+        agent.trainers._dying_pids.add(-1)
+        driver.channels[0].send_message(do="stop", epoch=1, order=7, how=how, grace_period=1.0)
+        if how == "kill":
+            await wait_until(lambda: agent._order_task is not None)
+            assert not driver.messages
+            agent.trainers._dying_pids.clear()
+        await wait_until(lambda: driver.messages)
+        agent.end_requested.set()
+        await life
+
+    (stopped,) = play(tmp_path, monkeypatch, scene).messages
+    assert isinstance(stopped, Stopped)
+    assert stopped.order == 7
+    assert (stopped.exit_seconds > 0.005) is (how == "kill")

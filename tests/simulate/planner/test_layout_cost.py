@@ -283,6 +283,10 @@ def test_kept_layers_are_proposed_where_they_fit():
         plan(180.0, "parallel.zero=1").notes(),
     ):
         assert "zero3_keep_layers" not in " ".join(notes)
+    # With all 40 layers kept there are no shared slots, so they need as much memory as 38 layers, and 39 need more.
+    all_layers_gib = plan(180.0, "parallel.zero3_keep_layers=40").needed_gib
+    assert plan(180.0, "parallel.zero3_keep_layers=39").needed_gib > all_layers_gib
+    assert "--parallel.zero3_keep_layers=40 fits too" in " ".join(plan(all_layers_gib + 0.01).notes())
     too_many = plan(80.0, "parallel.zero3_keep_layers=30")
     assert not too_many.fits
     assert "--parallel.zero3_keep_layers=0" in too_many.remedies()

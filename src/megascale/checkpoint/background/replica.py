@@ -141,7 +141,7 @@ class Replicas:
         slot_count = max(2, message.slots)
         with self._lock:
             slots = self._slots.setdefault(message.rank, [])
-            if [slot.memory.size for slot in slots] != [size] * slot_count:
+            if len(slots) != slot_count or any(slot.memory.size < size for slot in slots):
                 for slot in slots:
                     slot.memory.close()
                 slots.clear()

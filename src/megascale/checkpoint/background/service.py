@@ -76,7 +76,7 @@ class CheckpointService:
     Attributes:
         name: random name of this process.
         lifetime: decision when the service ends.
-        slots: slots by rank.
+        slots: slots by rank. Slots whose rank has received the memory of another rank have negative keys.
         file_indexes: index of each rank's file by rank.
     """
 
@@ -130,30 +130,58 @@ class CheckpointService:
         trainer.send(Done())
 
     def on_allocate(self, trainer: Conversation, message: Allocate) -> None:
-        """Reply with memory for one rank's snapshots. Reuse its previous memory if that is intact.
+        """Reply with memory for one rank's snapshots. Reuse its previous memory if that is intact and large enough.
+
+        A trainer keeps the memory that it has mapped if its rank has another number now. The snapshots there remain
+        those of its previous number until they are overwritten.
 
         A dead trainer's snapshot may still be being written to storage, for minutes. Its memory is handed out at once,
         so that the next trainer starts meanwhile, and `on_await_pages` says when it may be filled.
+
+        A process that waits for its attempt sends no chunks. The index and the snapshots of an ended trainer with its
+        rank then stay, because the attempt may need them.
         """
         rank = message.rank
         index = CheckpointIndex.from_bytes(bytes(trainer.body))
         with self._lock:
-            slots = self.slots.get(rank, [])
-        has_problem = any(slot.memory.page_filler.problem or slot.memory.descriptor < 0 for slot in slots)
-        if has_problem or [slot.memory.size for slot in slots] != [message.size] * message.slots:
-            with self._lock:
-                self.slots.pop(rank, None)
+            slots = self._take_slots(rank, frozenset(message.inodes))
+            usable_count = sum(slot.is_intact and slot.memory.size >= message.size for slot in slots)
+            is_usable = usable_count == len(slots) == message.slots
+            if is_usable:
+                self.slots[rank] = slots
+            elif slots and not len(index):
+                self._keep_unused(slots)
+                slots = []
+        if not is_usable:
             closing = _close_slots(slots)
             try:
-                slots = make_slots(message.slots, message.size, index)
+                slots = _make_reserved_slots(message, index)
             except OSError:
                 closing.join()  # the memory of the old slots may suffice
-                slots = make_slots(message.slots, message.size, index)
+                slots = _make_reserved_slots(message, index)
         with self._lock:
             self.slots[rank] = slots
-            self.file_indexes[rank] = index
+            if len(index):
+                self.file_indexes[rank] = index
         generations = tuple(slot.generation for slot in slots)
         trainer.send(Allocated(generations), files=[slot.memory.descriptor for slot in slots])
+
+    def _take_slots(self, rank: int, inodes: frozenset[int]) -> list[Slot]:
+        """Remove and return the slots of a rank: those of the memory `inodes`, or else its previous ones.
+
+        The previous slots of a rank that has other memory now stay for their snapshots, without a rank.
+        """
+        for owner, slots in list(self.slots.items()):
+            if slots and all(slot.memory.inode in inodes for slot in slots):
+                del self.slots[owner]
+                self._keep_unused(self.slots.pop(rank, []))
+                return slots
+        return self.slots.pop(rank, [])
+
+    def _keep_unused(self, slots: list[Slot]) -> None:
+        """Keep slots for their snapshots, without a rank. The lock must be held."""
+        if slots:
+            self.slots[min([0, *self.slots]) - 1] = slots
 
     def on_await_pages(self, trainer: Conversation, message: AwaitPages) -> None:
         """Reply whether all pages of a slot are mapped, and no snapshot of a dead trainer is being written from them.
@@ -237,25 +265,40 @@ class CheckpointService:
 
     def on_list_snapshots(self, trainer: Conversation, message: ListSnapshots) -> None:
         """Reply with the complete snapshots of local ranks and the complete replicas from other hosts."""
-        with self._lock:
-            local_slots = [(rank, slot) for rank, slots in self.slots.items() for slot in slots]
+        local_slots = self._list_slots()
         snapshots = [_describe_snapshot(rank, slot, is_replica=False) for rank, slot in local_slots if slot.generation]
         for rank, slot in self._replicas.list_complete():
             if slot.generation:
                 snapshots.append(_describe_snapshot(rank, slot, is_replica=True))
         trainer.send(SnapshotList(tuple(snapshots), self.name))
 
+    def _list_slots(self) -> list[tuple[int, Slot]]:
+        """Return the slots of all local ranks, each with the rank of its snapshot."""
+        with self._lock:
+            return [(slot.rank, slot) for slots in self.slots.values() for slot in slots]
+
     def on_open_snapshot(self, trainer: Conversation, message: OpenSnapshot) -> None:
         """Reply with one snapshot: its memory, its index, the checksums of its chunks and its saved state."""
-        with self._lock:
-            slots = list(self.slots.get(message.rank, []))
-        slots += [slot for rank, slot in self._replicas.list_complete() if rank == message.rank]
-        for slot in slots:
-            if slot.generation == message.generation:
-                opened = OpenedSnapshot(slot.state, tuple(slot.crcs), slot.step, slot.memory.size)
+        for rank, slot in self._list_slots() + self._replicas.list_complete():
+            if rank == message.rank and slot.generation == message.generation:
+                opened = OpenedSnapshot(slot.state, tuple(slot.crcs), slot.step, max(slot.size, 1))
                 trainer.send(opened, slot.index.to_bytes(), [slot.memory.descriptor])
                 return
         raise KeyError(f"no snapshot of process {message.rank} and {message.generation}")
+
+
+def _make_reserved_slots(message: Allocate, index: CheckpointIndex) -> list[Slot]:
+    """Return new slots of the reserved size, or of the necessary size if the host has too little memory.
+
+    Raises:
+        OSError: memory is insufficient for the necessary size.
+    """
+    if message.reserved > message.size:
+        try:
+            return make_slots(message.slots, message.reserved, index, spare=message.spare)
+        except OSError as error:
+            log.warning("rank %d has no reserve of staging memory: %s", message.rank, error)
+    return make_slots(message.slots, message.size, index)
 
 
 def _close_slots(slots: Sequence[Slot]) -> threading.Thread:

@@ -70,11 +70,22 @@ class Goodbye(Message, frozen=True):
 
 
 class Allocate(Message, frozen=True):
-    """Ask for memory for `slots` snapshots of `size` bytes of one rank. Body: the index of the rank's file."""
+    """Ask for memory for `slots` snapshots of one rank. Body: the index of the rank's file; empty if it is unknown.
+
+    Attributes:
+        size: number of bytes that a snapshot needs.
+        reserved: number of bytes that new memory has for a snapshot if `spare` bytes of the host then stay free.
+            Otherwise, and if it is 0, new memory has `size` bytes.
+        spare: see `reserved`.
+        inodes: memory that this trainer has mapped. The service returns it if it suffices.
+    """
 
     rank: Count
     size: Count
     slots: SlotCount
+    reserved: Count = 0
+    spare: Count = 0
+    inodes: Annotated[tuple[Count, ...], Meta(max_length=64)] = ()
 
 
 class AwaitPages(Message, frozen=True):

@@ -52,6 +52,7 @@ from megascale.checkpoint.background.staging import (
     SnapshotCopy,
     StagingSlot,
     choose_slot,
+    count_slots,
     identify_memory,
     make_rank_index,
     wait_for,
@@ -84,6 +85,7 @@ _SAVES_BEFORE_DROP = 2  # complete saves of a start, after which the services dr
 _COMMIT_SECONDS = 1.5
 # The start waits for memory of up to this size. Larger memory is prepared while training runs.
 _WAIT_AT_START_BYTES = 256 << 20
+_RESERVE_MARGIN = 1.02  # files of ranks differ in size by chunks that are not divided
 
 
 class _HostService(NamedTuple):
@@ -96,7 +98,7 @@ class _HostService(NamedTuple):
 
 
 class Snapshots:
-    """Saves in the background for one set of shards. Construction and `start` are collective over the group.
+    """Saves in the background for one set of shards. Construction, `open` and `start` are collective over the group.
 
     Args:
         config: section `checkpoint` of the configuration.
@@ -108,11 +110,12 @@ class Snapshots:
         last_sequence: number of the newest save of earlier attempts that is known; new saves have higher numbers.
         domain: fault domain of this host.
         reused_slots: result of `leave` of this process's previous Snapshots.
+        reserve: new memory has this many times the bytes of the present shards, at least 1. The next Snapshots of this
+            process, whose shards may be larger, then need no new memory.
         check: called while a method waits for the service. It raises an error if the process must leave the attempt.
 
     Raises:
-        FitError: the host has not enough memory.
-        TrainingError: the shards do not cover the tensors, or the service is unreachable.
+        TrainingError: the shards do not cover the tensors.
     """
 
     def __init__(
@@ -127,12 +130,12 @@ class Snapshots:
         last_sequence: int = 0,
         domain: str = "",
         reused_slots: Sequence[StagingSlot] = (),
+        reserve: float = 1.0,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.peers = peers
         self._check = check
-        # With one slot, a save is skipped while the last one is being written.
-        self.slot_count = config.slots or (2 if config.memory_interval else 1)
+        self.slot_count = count_slots(config)
         self.storage = open_storage(folder)
         self._base_sequence = base_sequence
         self._config = config
@@ -161,6 +164,7 @@ class Snapshots:
         self._outcomes: queue.SimpleQueue[SaveOutcome] = queue.SimpleQueue()
         self._current: SnapshotCopy | None = None
         self._replica_barrier = ReplicaBarrier()
+        self._connection: Conversation | None = None  # with the service of this host
         self._has_lost_service = False  # the service of this host is lost
         self._has_slot_timed_out = False  # the last wait for a free slot failed; the same on all processes
         self._complete_save_count = 0  # saves of this start that all processes completed; the same on all processes
@@ -168,15 +172,26 @@ class Snapshots:
         self.start_sequence = self.sequence  # all saves of this start have higher numbers
         self._closing = threading.Event()
         self._slots: list[StagingSlot] = []
-        self._reused_slots = {slot.memory_id: slot for slot in reused_slots}
+        self._reused_slots = {slot.inode: slot for slot in reused_slots}
+        self._reserve = reserve
+        self.kept_slot_count = 0  # slots that had been prepared before
         self._slot_threads: list[threading.Thread] = []
         self._slot_connections = ServiceConnections(self._connect)
         self._commit_connections = ServiceConnections(self._connect)
         self._last_copies: dict[int, SnapshotCopy] = {}  # by slot
         self._watcher: threading.Thread | None = None
+        self._closing_thread: threading.Thread | None = None  # releases memory of earlier attempts
         self._saves_to_watch: queue.SimpleQueue[SnapshotCopy | None] = queue.SimpleQueue()
         self._allocation_error: OSError | None = None  # of this process
         self._failed_rank = -1  # first process whose allocation failed, or -1; the same on all processes
+
+    def open(self) -> None:
+        """Connect to the service and allocate memory. Collective. After an error, `leave` returns the slots.
+
+        Raises:
+            FitError: the host has not enough memory.
+            TrainingError: the service is unreachable.
+        """
         problem = self._open()
         if problem:
             raise self._make_start_error(problem) from self._allocation_error
@@ -197,7 +212,7 @@ class Snapshots:
     @property
     def memory(self) -> int:
         """Return the bytes of host memory that hold this process's snapshots."""
-        return max(self.file_layout.size, PAGE) * self.slot_count
+        return sum(len(slot.map) for slot in self._slots)
 
     def wait_for_memory(self) -> bool:
         """Wait until the pages of all slots are mapped, and page-lock them if a device copies into them.
@@ -305,7 +320,7 @@ class Snapshots:
         base_prefix = f"{self._base_sequence:08d}-"
         is_free = [slot.free.is_set() for slot in self._slots]
         is_complete = [slot.is_complete for slot in self._slots]
-        is_not_base = [not (slot.is_complete and slot.generation.startswith(base_prefix)) for slot in self._slots]
+        is_not_base = [not slot.generation.startswith(base_prefix) for slot in self._slots]
         # One collective for all three lists. A flag of the result holds if it holds on every process.
         flags = self.peers.all_true_each(is_free + is_complete + is_not_base)
         slot_count = len(self._slots)
@@ -431,9 +446,10 @@ class Snapshots:
         self._close(slots)
         for slot in slots:
             slot.detach(self._service)
-        if not slots:
-            self._service.close()
-        return slots
+        if not slots and self._connection is not None:
+            self._connection.close()
+        # A start that failed has not taken over all slots that it received.
+        return slots + list(self._reused_slots.values())
 
     def _await_local_snapshots(self) -> None:
         """Wait until the last snapshot of each slot is complete in the service, for at most _LEAVE_SECONDS."""
@@ -448,6 +464,11 @@ class Snapshots:
                     break
 
     # The service --------------------------------------------------------------------------------------------------
+
+    @property
+    def _service(self) -> Conversation:
+        assert self._connection is not None, "`open` has not connected to the service"
+        return self._connection
 
     def _connect(self) -> Conversation:
         return service.connect_checkpoint_service(self._service_folder, self._config.linger, self._log_file)
@@ -466,7 +487,7 @@ class Snapshots:
                 return problem
         host = _HostService("", "", 0, "")
         try:
-            self._service = self._connect()
+            self._connection = self._connect()
             self._service.timeout = _REPLY_TIMEOUT
             address = resolve_address(self._config.replica_address)
             registered = self._service.request(Register(self._token, address))
@@ -528,18 +549,21 @@ class Snapshots:
             if self._plan is not None:
                 index, metadata = self._plan
                 self._service.request(StorePlan(self._plan_name, len(index)), index + metadata)
-            gigabytes = self.memory * len(self._local_ranks) / 1e9
+            gigabytes = size * self.slot_count * len(self._local_ranks) / 1e9
             self._service.timeout = _REPLY_TIMEOUT + _REPLY_TIMEOUT_PER_GB * gigabytes
-            request = Allocate(self.peers.rank, size, self.slot_count)
+            request = Allocate(
+                self.peers.rank,
+                size,
+                self.slot_count,
+                reserved=self._compute_reserved_size(size),
+                spare=self._compute_spare_bytes(size),
+                inodes=tuple(self._reused_slots),
+            )
             allocated = self._service.request(request, self._index.to_bytes())
             self._service.timeout = _REPLY_TIMEOUT
-            self._slots = [
-                self._make_slot(descriptor, generation)
-                for descriptor, generation in zip(self._service.files, allocated.generations, strict=True)
-            ]
-            for slot in self._reused_slots.values():
-                slot.close()  # the service that owned this memory is lost
-            self._reused_slots = {}
+            for descriptor, generation in zip(self._service.files, allocated.generations, strict=True):
+                self._slots.append(self._make_slot(descriptor, generation))
+            self._close_unused_slots()
         except OSError as error:
             self._allocation_error = error
             problem = (
@@ -547,16 +571,58 @@ class Snapshots:
                 f"({error}): each process there needs checkpoint.slots x {size:,} bytes of host memory. Lower "
                 f"checkpoint.slots={self.slot_count}, or set checkpoint.background=false"
             )
-        problems = self.peers.all_gather(problem, str | None)
-        self._failed_rank = next((rank for rank, text in enumerate(problems) if text), -1)
-        return problems[self._failed_rank] if self._failed_rank >= 0 else None
+        generations = tuple(slot.generation for slot in self._slots)
+        answers = self.peers.all_gather((problem, generations), tuple[str | None, tuple[str, ...]])
+        self._failed_rank = next((rank for rank, (text, _) in enumerate(answers) if text), -1)
+        if self._failed_rank >= 0:
+            return answers[self._failed_rank][0]
+        for slot_index, slot in enumerate(self._slots):
+            # A process that was left out of an attempt has snapshots of earlier saves than the others.
+            slot.is_complete &= all(others[slot_index] == slot.generation for _, others in answers)
+        return None
+
+    def _compute_reserved_size(self, size: int) -> int:
+        """Return the bytes of a slot that is reserved for larger shards, at least `size`, as whole pages."""
+        if self._reserve <= 1:
+            return size
+        return -(-int(size * self._reserve * _RESERVE_MARGIN) // PAGE) * PAGE
+
+    def _compute_spare_bytes(self, size: int) -> int:
+        """Return the bytes that other processes of this host, and the replicas of a peer, need besides this process.
+
+        Args:
+            size: bytes of a slot of this process.
+        """
+        rank_count = len(self._local_ranks)
+        share_count = rank_count - 1
+        if self._peer is not None:
+            share_count += rank_count
+        return share_count * size * self.slot_count
+
+    def _close_unused_slots(self) -> None:
+        """Release slots of earlier attempts whose memory was too small or belonged to a lost service.
+
+        A thread does so, because releasing tens of gigabytes takes seconds. It ends before `_close` returns.
+        """
+        slots = list(self._reused_slots.values())
+        self._reused_slots = {}
+        if not slots:
+            return
+        log.info("staging memory is replaced: %d slots of an earlier attempt had other sizes or owners", len(slots))
+
+        def close_slots() -> None:
+            for slot in slots:
+                slot.close()
+
+        self._closing_thread = _start_thread(close_slots)
 
     def _make_slot(self, descriptor: int, generation: str) -> StagingSlot:
         """Return a slot in the shared memory of `descriptor`. Reuse a slot that has this memory mapped already."""
         slot = self._reused_slots.pop(identify_memory(descriptor), None)
         if slot is None:
-            return StagingSlot(descriptor, self.file_layout.size, self._index, self._chunks, self._device, generation)
+            return StagingSlot(descriptor, self._index, self._chunks, self._device, generation)
         os.close(descriptor)
+        self.kept_slot_count += 1
         slot.attach(self._index, self._chunks, generation)
         return slot
 
@@ -585,6 +651,9 @@ class Snapshots:
             self._watcher.join(watch_seconds)
             self._commit_connections.end("its commit is not known: a host has lost its checkpoint service")
             self._watcher.join()
+        if self._closing_thread is not None:
+            self._closing_thread.join()
+        self._closing_thread = None
         self._slot_threads = []
         self._watcher = None
         self._last_copies = {}

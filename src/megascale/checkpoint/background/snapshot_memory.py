@@ -245,6 +245,11 @@ class StagingMemory:
         _memories.add(self)
 
     @property
+    def inode(self) -> int:
+        """Return the number by which a trainer that has mapped the memory identifies it."""
+        return os.fstat(self.descriptor).st_ino if self.descriptor >= 0 else -1
+
+    @property
     def view(self) -> memoryview:
         """Return a view of the whole memory."""
         return memoryview(self.map)
@@ -274,6 +279,8 @@ class Slot:
         state: saved state besides tensors, as JSON.
         identity: identity of the checkpoints folder.
         crcs: CRC-32 of each chunk in file order.
+        rank: rank of the snapshot. The memory may belong to another rank by now.
+        size: number of bytes of the snapshot, which may be less than the memory has.
         ranks: number of ranks of the run.
         busy: held while a thread completes, writes or sends the snapshot.
     """
@@ -285,17 +292,26 @@ class Slot:
     state: str = ""
     identity: str = ""
     crcs: list[int] = field(default_factory=list)
+    rank: int = -1
+    size: int = 0
     ranks: int = 0
     busy: threading.Lock = field(default_factory=threading.Lock)
 
     def mark_complete(self, snapshot: SnapshotMessage, crcs: list[int]) -> None:
         """Store the description of the slot's snapshot, which is complete from now on."""
         self.crcs = crcs
+        self.rank = snapshot.rank
+        self.size = snapshot.size
         self.step = snapshot.step
         self.ranks = snapshot.ranks
         self.state = snapshot.state
         self.identity = snapshot.identity
         self.generation = snapshot.generation
+
+    @property
+    def is_intact(self) -> bool:
+        """Return whether the memory is open and no page of it failed to be populated."""
+        return self.memory.descriptor >= 0 and self.memory.page_filler.problem is None
 
     def wait_until_free(self, seconds: float = -1) -> bool:
         """Wait until no thread is busy with the snapshot, up to a time if it is positive; return whether that is so."""
@@ -311,19 +327,23 @@ def pop_older_slots(slots: dict[int, list[Slot]], sequence: int) -> list[Slot]:
     Slots that are busy, and slots of a rank without snapshots, stay, because the rank may be about to fill them.
 
     Args:
-        slots: slots by rank.
+        slots: slots by rank. Those that no rank uses any more have negative keys.
     """
     popped_slots: list[Slot] = []
     for rank, rank_slots in list(slots.items()):
         sequences = [int(slot.generation[:8]) for slot in rank_slots if slot.generation]
         is_busy = any(slot.busy.locked() for slot in rank_slots)
-        if sequences and max(sequences) <= sequence and not is_busy:
+        is_unused = rank < 0 and not sequences
+        if (is_unused or (sequences and max(sequences) <= sequence)) and not is_busy:
             popped_slots += slots.pop(rank)
     return popped_slots
 
 
-def make_slots(count: int, size: int, index: CheckpointIndex) -> list[Slot]:
+def make_slots(count: int, size: int, index: CheckpointIndex, spare: int = 0) -> list[Slot]:
     """Return memory for `count` snapshots of `size` bytes.
+
+    Args:
+        spare: number of bytes of the host's memory that must stay free.
 
     Raises:
         OSError: memory is insufficient, and nothing was allocated. Without this check a signal would kill the process
@@ -332,8 +352,8 @@ def make_slots(count: int, size: int, index: CheckpointIndex) -> list[Slot]:
     with _allocation_lock, contextlib.ExitStack() as cleanup:
         capacity = Capacity.measure()
         reserved_bytes = sum(memory.page_filler.remaining_bytes for memory in _memories)
-        if capacity.memory is not None and count * size > capacity.memory - reserved_bytes:
-            free_bytes = max(0, capacity.memory - reserved_bytes)
+        if capacity.memory is not None and count * size > capacity.memory - reserved_bytes - spare:
+            free_bytes = max(0, capacity.memory - reserved_bytes - spare)
             raise OSError(errno.ENOMEM, f"{free_bytes:,} of {count * size:,} bytes are free ({capacity.memory_from})")
         slots = []
         for number in range(count):

@@ -24,7 +24,7 @@ from megascale.checkpoint.format.chunks import TensorShard
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.format.write_plan import RankFileLayout, data_file_name, make_offer
 from megascale.checkpoint.saver import ShardChunk, get_dtype_name
-from megascale.checkpoint.storage.base import PAGE
+from megascale.config import CheckpointConfig
 from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.services.conversation import Conversation
 
@@ -184,14 +184,13 @@ class StagingSlot:
 
     Args:
         descriptor: file descriptor of the memory.
-        size: size of the snapshot in bytes.
         index: index of this process's file.
         chunks: chunks of the file in live memory, in the order of `index`.
         device: device of the live memory.
         generation: generation of a complete snapshot that the memory already contains, or an empty text.
 
     Attributes:
-        memory_id: identity of the shared memory.
+        inode: identity of the shared memory.
         generation: generation of the snapshot.
         is_complete: whether the snapshot is complete in the service.
         prepared: set once `prepare` has ended.
@@ -204,15 +203,15 @@ class StagingSlot:
     def __init__(
         self,
         descriptor: int,
-        size: int,
         index: CheckpointIndex,
         chunks: Sequence[ShardChunk],
         device: torch.device,
         generation: str = "",
     ) -> None:
-        self.memory_id = identify_memory(descriptor)
-        self.map = mmap.mmap(descriptor, max(size, PAGE), mmap.MAP_SHARED)
+        self.inode = identify_memory(descriptor)
+        self.map = mmap.mmap(descriptor, 0, mmap.MAP_SHARED)  # all of the memory
         os.close(descriptor)
+        self._is_mapped = False  # whether all pages are populated in this process
         self._device = device
         self._is_page_locked = False
         self._has_tried_page_lock = False
@@ -267,7 +266,9 @@ class StagingSlot:
                     f"the checkpoint service has not freed this memory for {_PREPARE_TIMEOUT:g} s: it still writes the "
                     "snapshot of an ended process; check that checkpoint.location accepts writes"
                 )
-        fill_pages(self.map, stop=stop)
+        if not self._is_mapped:
+            fill_pages(self.map, stop=stop)
+            self._is_mapped = not stop.is_set()
 
     def mark_prepared(self) -> None:
         """Record that `prepare` has ended. Unless it failed, the slot is free from now on."""
@@ -308,10 +309,16 @@ class StagingSlot:
             self.map.close()
 
 
-def identify_memory(descriptor: int) -> tuple[int, int]:
-    """Return the device and inode of the shared memory of a descriptor, which are unique while it is open."""
-    status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino
+def count_slots(config: CheckpointConfig) -> int:
+    """Return the number of slots of a process. With one slot, a save is skipped while the last one is being written."""
+    if config.slots:
+        return config.slots
+    return 2 if config.memory_interval else 1
+
+
+def identify_memory(descriptor: int) -> int:
+    """Return the inode of the shared memory of a descriptor, which is unique on the host while it is open."""
+    return os.fstat(descriptor).st_ino
 
 
 def choose_slot(

@@ -68,6 +68,12 @@ class CheckpointIndex:
         self._row_bounds = np.searchsorted(tensor_column[self._rows_by_tensor], np.arange(len(self.names) + 1))
         self._positions = {name: i for i, name in enumerate(self.names)}
 
+    @classmethod
+    def make_empty(cls) -> CheckpointIndex:
+        """Return an index without chunks."""
+        columns = {name: np.zeros(0, np.int32) for name in _COLUMNS}
+        return cls({}, [], {**columns, "box": np.zeros((0, 2, 0), np.int64)})
+
     def __len__(self) -> int:
         return len(self.columns["tensor"])
 

@@ -24,6 +24,7 @@ from typing import Any
 from megascale.core.addresses import find_free_port
 from megascale.core.failure import find_errno, keep_running, log_failure
 from megascale.core.python_process import disable_bytecode_cache, module_command
+from megascale.core.stopwatch import Stopwatch
 from megascale.core.terminal import keep_working, termination_signals
 from megascale.errors import MegascaleError, missing_extra
 from megascale.observe.hang.evidence import collect_evidence
@@ -210,10 +211,17 @@ class Agent:
         return task
 
     async def _stop_trainers(self, order: Stop) -> None:
-        """End the trainers, or let them wait for the next attempt. Report exit codes and a port for its store."""
+        """End the trainers, or let them wait for the next attempt. Report exit codes and a port for its store.
+
+        The report divides the time of the work.
+        """
+        stopwatch = Stopwatch()
         await self.trainers.stop(order.how, order.grace_period)
+        stopwatch.end_phase("leave")
         await self.telemetry.send_remaining_files()
+        stopwatch.end_phase("files")
         await self.trainers.await_exits(order.how)
+        stopwatch.end_phase("exit")
         if order.forget:
             pids = await asyncio.to_thread(end_checkpoint_services, self.run_folder, self.node)
             log.info("memory is not trusted: ended checkpoint services %s", pids)
@@ -221,7 +229,16 @@ class Agent:
         # The next offers exclude this port. If another process takes it before its use, the driver gets another port.
         port = find_free_port(self.address, self._offered_ports)
         self._offered_ports.append(port)
-        self.link.send_message(do="stopped", attempt=self.trainers.attempt, order=order.order, port=port, codes=codes)
+        self.link.send_message(
+            do="stopped",
+            attempt=self.trainers.attempt,
+            order=order.order,
+            port=port,
+            codes=codes,
+            leave_seconds=stopwatch.timings["leave"],
+            files_seconds=stopwatch.timings["files"],
+            exit_seconds=stopwatch.timings["exit"],
+        )
 
     def _start_trainers(self, order: Start) -> tuple[str, int]:
         """Start the ranks of an attempt. Return the reason and errno of a failure, or an empty text and 0."""

@@ -96,12 +96,18 @@ class Stopped(Message, frozen=True):
     Attributes:
         port: a free port for the next attempt's store.
         codes: exit codes by rank.
+        leave_seconds: seconds until all ranks had ended or had left their attempt.
+        files_seconds: further seconds until the remaining lines of their files were sent.
+        exit_seconds: further seconds until the kernel had freed the memory of killed ranks.
     """
 
     order: Count
     attempt: Count
     port: Port
     codes: Annotated[dict[Rank, Integer], _LONG_LIST] = field(default_factory=dict)
+    leave_seconds: Finite = 0.0
+    files_seconds: Finite = 0.0
+    exit_seconds: Finite = 0.0
 
 
 class StartFailed(Message, frozen=True, tag="failed"):

@@ -149,7 +149,11 @@ class LayoutCost(LayoutFigures):
         layer_counts = []
         for stage in self.stages:
             layer_counts.append(sum(chunk.layer_count for chunk in self.layout.stage_layers(stage)))
-        candidates = range(parallel.zero3_keep_layers, ceil(max(layer_counts)) + 1)
+        all_layers = ceil(max(layer_counts))
+        # All layers may need less memory than all but one, because no layer then uses the two shared slots.
+        if self.fits_with(parallel={"zero3_keep_layers": all_layers}):
+            return all_layers
+        candidates = range(parallel.zero3_keep_layers, all_layers)
         fitting_count = bisect_left(
             candidates, True, key=lambda count: not self.fits_with(parallel={"zero3_keep_layers": count})
         )

@@ -8,6 +8,7 @@ from megascale.core.recovery_record import PHASES, RecoveryRecord
 from megascale.core.status import FAILED_IN_STEP
 from megascale.resilience.driver.nodes import Node
 from megascale.resilience.driver.recovery.attempts import RecoveryTimeline
+from megascale.resilience.protocol.agent_messages import Stopped
 from megascale.resilience.protocol.heartbeat import Heartbeat, RankStart, Worker
 from megascale.resilience.rules.view import Verdict
 
@@ -47,6 +48,35 @@ def test_the_phases_of_a_killed_rank():
     copy = RecoveryRecord.from_details(record.to_details())
     assert copy is not None
     assert copy.to_details() == record.to_details()
+
+
+def test_the_time_to_decide_is_divided_by_the_last_node_of_each_stop() -> None:
+    timeline = RecoveryTimeline()
+    timeline.begin_stop(4, 90.0)
+    timeline.note_stopped(Stopped(4, 1, 4000, leave_seconds=0.5), 91.0)  # without a fault
+    first, second = kill_rank_1(timeline)
+    timeline.begin_stop(5, 100.0)
+    timeline.note_stopped(Stopped(5, 1, 4000, leave_seconds=0.1), 100.2)
+    timeline.note_stopped(Stopped(5, 1, 4000, leave_seconds=0.6, files_seconds=0.1, exit_seconds=2.0), 103.0)
+    timeline.begin_stop(6, 103.25)
+    timeline.note_stopped(Stopped(6, 1, 4000, leave_seconds=0.125), 103.5)
+    timeline.begin_attempt(104.0)
+
+    record = timeline.finish([first, second], 105.0)
+
+    assert record is not None
+    expected = {"ranks leave": 0.725, "files": 0.1, "killed ranks end": 2.0, "messages": 0.425}
+    assert record.decide_seconds == pytest.approx(expected)
+    assert "of decide: ranks leave 0.7" in record.describe()[0]
+    copy = RecoveryRecord.from_details(record.to_details())
+    assert copy is not None
+    assert copy.decide_seconds == pytest.approx(expected)
+    assert RecoveryRecord.from_details(record.to_details() | {"decide_seconds": {"files": -1}}) is None
+    kill_rank_1(timeline)
+    timeline.begin_attempt(110.0)
+    following = timeline.finish([first, second], 111.0)
+    assert following is not None
+    assert following.decide_seconds == {}
 
 
 def test_a_start_without_a_fault_is_no_recovery():

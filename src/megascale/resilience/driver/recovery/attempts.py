@@ -23,6 +23,7 @@ from megascale.resilience.driver.recovery.hot_update import RunningSettings
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import JobEvent, JobState, Phase
+from megascale.resilience.protocol.agent_messages import Stopped
 from megascale.resilience.protocol.heartbeat import RankStart, Worker
 from megascale.resilience.rules.view import Verdict
 
@@ -59,6 +60,7 @@ class RecoveryTimeline:
         decided: when the driver reached its first verdict.
         started: when the newest attempt was ordered.
         starts: number of attempts since the fault.
+        decide_seconds: parts of the time from the verdict to the newest attempt, without the rest.
         complete_step: the furthest step that was complete at the fault.
     """
 
@@ -68,7 +70,10 @@ class RecoveryTimeline:
     decided: float = 0.0
     started: float = 0.0
     starts: int = 0
+    decide_seconds: dict[str, float] = field(default_factory=dict)
     complete_step: int = 0
+    _stop_order: tuple[int, float] = (0, 0.0)  # number and time of the stop order that nodes carry out
+    _last_stopped: tuple[Stopped, float] | None = None  # the last node's acknowledgement of it, and its time
 
     def begin_recovery(self, verdict: Verdict, nodes: Sequence[Node], current_time: float) -> None:
         """Note a verdict that ends an attempt. The first verdict since the last step determines cause and times."""
@@ -77,6 +82,7 @@ class RecoveryTimeline:
             self.complete_step = max(self.complete_step, _count_complete_steps(worker))
         if self.cause:
             return
+        self._last_stopped = None  # of a stop that had another reason
         self.cause = str(verdict.kind)
         self.fault = min(current_time, _find_fault_time(verdict, nodes, current_time))
         self.decided = current_time
@@ -88,8 +94,36 @@ class RecoveryTimeline:
         self.fault = current_time
         self.decided = current_time
 
+    def begin_stop(self, order: int, current_time: float) -> None:
+        """Note that all nodes were ordered to stop."""
+        self._end_stop()
+        self._stop_order = (order, current_time)
+
+    def note_stopped(self, message: Stopped, current_time: float) -> None:
+        """Note that a node has carried out the newest order to stop."""
+        self._last_stopped = (message, current_time)
+
+    def _end_stop(self) -> None:
+        """Divide the seconds of the last stop order, of which the last node to acknowledge it decides the duration."""
+        if self._last_stopped is None:
+            return
+        message, stop_time = self._last_stopped
+        self._last_stopped = None
+        order, order_time = self._stop_order
+        if message.order != order or not self.cause:
+            return
+        parts = {
+            "ranks leave": message.leave_seconds,
+            "files": message.files_seconds,
+            "killed ranks end": message.exit_seconds,
+        }
+        parts["messages"] = max(0.0, stop_time - order_time - sum(parts.values()))
+        for part, seconds in parts.items():
+            self.decide_seconds[part] = self.decide_seconds.get(part, 0.0) + seconds
+
     def begin_attempt(self, current_time: float) -> None:
         """Note that the next attempt was ordered."""
+        self._end_stop()
         self.started = current_time
         self.starts += 1
 
@@ -98,6 +132,8 @@ class RecoveryTimeline:
         self.cause = ""
         self.causes = set()
         self.starts = 0
+        self.decide_seconds = {}
+        self._last_stopped = None
         self.complete_step = 0
 
     def finish(self, nodes: Sequence[Node], current_time: float) -> RecoveryRecord | None:
@@ -149,6 +185,7 @@ class RecoveryTimeline:
             standing_ranks=tuple(sorted(rank for rank, (_, start) in reports.items() if start.is_standing)),
             doubts={str(rank): start.doubt for rank, (_, start) in sorted(reports.items()) if start.doubt},
             last_step_seconds=last_step_seconds,
+            decide_seconds=self.decide_seconds,
         )
 
     def _begin_pause(self, reports: Iterable[tuple[float, RankStart]]) -> float:
@@ -270,6 +307,7 @@ class Attempts:
         # still wait for the next one, so nodes are ordered to stop then too.
         if self.job.apply(event, reason=reason, **changes) and self.job.phase in (Phase.STOPPING, Phase.PAUSED):
             self.last_order += 1
+            self.timeline.begin_stop(self.last_order, time.monotonic())
             for node in self.nodes.all():
                 self.send_stop(node)
 
@@ -282,6 +320,7 @@ class Attempts:
         """Let all ranks leave at once that were ordered to leave after their step, since a rank has ended meanwhile."""
         self.last_order += 1
         self.hastened_order = self.last_order
+        self.timeline.begin_stop(self.last_order, time.monotonic())
         for node in self.nodes.all():
             self.send_stop(node)
 

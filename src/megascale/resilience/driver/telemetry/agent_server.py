@@ -257,6 +257,7 @@ class AgentTelemetry:
             case Stopped() if message.order == self.attempts.last_order:
                 node.acknowledged_order = self.attempts.last_order
                 node.port = message.port
+                self.attempts.timeline.note_stopped(message, time.monotonic())
                 self.nodes.leases.holders.discard(name)
             case Diagnosed():
                 self.self_checks.receive_report(node, message)

@@ -1,0 +1,82 @@
+"""Staging memory of a process that waits for its first attempt.
+
+Clearing, mapping and page-locking tens of gigabytes takes seconds. In the pause of a join, all ranks would wait for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import torch
+
+from megascale.checkpoint.background import service, service_protocol
+from megascale.checkpoint.background.service_protocol import Allocate, AwaitPages
+from megascale.checkpoint.background.staging import StagingSlot, count_slots
+from megascale.checkpoint.format.index import CheckpointIndex
+from megascale.config import CheckpointConfig
+from megascale.errors import TrainingError
+from megascale.services.conversation import Conversation
+
+log = logging.getLogger(__name__)
+# Seconds after which the process goes on with slots that are not prepared. The service may still send the last snapshot
+# of an ended process from this memory.
+_PREPARE_SECONDS = 20.0
+
+
+def prepare_slots(
+    config: CheckpointConfig, run: Path, *, rank: int, size: int, reserved: int, device: torch.device
+) -> list[StagingSlot]:
+    """Return mapped and page-locked slots for this process's first checkpointer. Errors are only logged.
+
+    Args:
+        config: section `checkpoint` of the configuration.
+        run: run folder, which identifies the service of this host.
+        rank: number that no other process of this host has. The process may have another one in its attempt.
+        size: estimate of the bytes that a slot needs. The service may return memory of an ended process that has them.
+        reserved: bytes of new slots. If the snapshots need more than a slot has, the checkpointer replaces the slots.
+        device: device of the shards.
+    """
+    if not config.background:
+        return []
+    log_file = run / "logs" / "checkpoint-service.log"
+    slots: list[StagingSlot] = []
+    try:
+        connection = service.connect_checkpoint_service(service_protocol.private_folder(run), config.linger, log_file)
+        try:
+            request = Allocate(rank, size, count_slots(config), reserved=reserved)
+            _fill_slots(slots, connection, request, device)
+        except BaseException:
+            connection.close()
+            raise
+    except (OSError, TrainingError) as error:
+        log.warning("staging memory was not prepared: %s", error)
+        for slot in slots:
+            slot.close()
+        return []
+    for slot in slots:
+        slot.detach(connection)
+    return slots
+
+
+def _fill_slots(slots: list[StagingSlot], connection: Conversation, request: Allocate, device: torch.device) -> None:
+    """Add the slots that the service allocates to `slots`, and wait until they can be used.
+
+    The request has no index, so that the service keeps the index of an ended process with the same rank.
+    """
+    index = CheckpointIndex.make_empty()
+    connection.request(request, index.to_bytes())
+    for descriptor in connection.files:
+        slots.append(StagingSlot(descriptor, index, [], device))
+    stop = threading.Event()
+    timer = threading.Timer(_PREPARE_SECONDS, stop.set)
+    timer.daemon = True
+    timer.start()
+    try:
+        for number, slot in enumerate(slots):
+            slot.prepare(connection, AwaitPages(request.rank, number), stop)
+            if not stop.is_set():
+                slot.page_lock()
+    finally:
+        timer.cancel()

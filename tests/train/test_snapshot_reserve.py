@@ -1,0 +1,40 @@
+"""Memory for snapshots in a run that may go on with fewer replicas."""
+
+from __future__ import annotations
+
+import pytest
+
+from megascale.config import Config
+from megascale.core.process_orders import MISSING_VARIABLE
+from megascale.train.snapshot_reserve import compute_snapshot_reserve
+
+
+@pytest.mark.parametrize(
+    ("data", "missing_share", "max_missing", "expected"),
+    [
+        (4, "0", 1, 4 / 3),
+        (4, "0", 2, 2.0),
+        (3, "0.25", 2, 1.5),
+        (2, "0.5", 2, 1.0),
+        (2, "0.666667", 4, 1.0),  # 2 of 6, as few as may be
+        (2, "0", 5, 2.0),
+        (4, None, 2, 1.0),  # no driver
+    ],
+)
+def test_the_reserve_is_for_the_smallest_number_of_replicas(
+    data: int, missing_share: str | None, max_missing: int, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config.model_validate(
+        {
+            "parallel": {"data": data},
+            "checkpoint": {"background": True, "replicas": True, "memory_interval": 1},
+            "resilience": {"continue_replicas": True, "max_missing_replicas": max_missing},
+        }
+    )
+    if missing_share is None:
+        monkeypatch.delenv(MISSING_VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(MISSING_VARIABLE, missing_share)
+    assert compute_snapshot_reserve(config) == pytest.approx(expected)
+    without = config.resilience.model_copy(update={"continue_replicas": False})
+    assert compute_snapshot_reserve(config.model_copy(update={"resilience": without})) == 1.0
