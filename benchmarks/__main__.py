@@ -13,6 +13,7 @@ BENCHMARKS: dict[str, str] = {
     "convergence": "benchmarks.training.convergence",
     "exchange": "benchmarks.kernels.exchange",
     "exposed": "benchmarks.training.exposed",
+    "float8-sums": "benchmarks.kernels.float8_sums",
     "gradients": "benchmarks.training.gradient_error",
     "kernel-peers": "benchmarks.kernels.peers",
     "layouts": "benchmarks.training.layouts",

@@ -18,5 +18,7 @@ def test_tiny_shapes_run_without_a_gpu(tmp_path, capsys):
     result = json.loads((tmp_path / "kernels.json").read_text())
     assert [row for row in result["rows"] if row["error"]] == []
     assert any(row["op"].startswith("grouped tiny: dw") for row in result["rows"])
+    assert any(row["op"].startswith("grouped tiny: dx, 128 x 256 x 128") for row in result["rows"])
+    assert result["active"]["grouped GEMM in float8"] == "reference (cpu tensors)"
     assert result["active"]["grouped GEMM"] == "reference (cpu tensors)"
     assert "copy" in capsys.readouterr().out

@@ -145,8 +145,8 @@ def test_saved_tensors_are_those_that_the_block_keeps(options, recompute, precis
 
     if "dropout" in options:
         pytest.importorskip("megascale.ops.dropout")
-    if "experts" in options and precision != "default":
-        pytest.skip("experts have no float8")
+    if "experts" in options and precision == "float8_rowwise_wgrad":
+        pytest.skip("experts have no GEMMs in this precision")
     if recompute in ("mlp", "attention") and options.get("block") == "parallel":
         pytest.skip("a parallel block has no halves")
     half = options.get("half", "both")
@@ -498,6 +498,22 @@ def test_tensor_traffic_counts_collectives(block, norms, a_layer):
     assert of(3, reduce_dtype="bfloat16").data_reduce == pytest.approx(191 / 192 * 2 * count)
     assert of(3).embedding == 0
     assert of(7).embedding == of(0).embedding == pytest.approx(4 * 64000 / 8 * 12288)
+
+
+def test_float8_copies_of_experts_are_counted():
+    """Two bytes for each number of the matrices of attention, and of the experts of one rank."""
+    experts = {"number": 8, "top_k": 2, "width": 96}
+    model = {"layers": 3, "hidden": 64, "heads": 4, "vocab_size": 128, "mlp": "experts", "mlp_bias": False}
+    train = {"precision": "bfloat16", "linear_precision": "float8_rowwise"}
+    copies = []
+    for expert in (1, 4):
+        parallel = {"expert": expert, "experts_over": "data" if expert > 1 else "tensor"}
+        config = configure({**model, "experts": experts}, parallel, {**train, "micro_batch": 1, "global_batch": 4})
+        layout = lay_out(config, expert)
+        settings = ("bfloat16", False, "adamw", "float8_rowwise")
+        estimate = estimate_stage_memory(config.model, config.parallel, layout.grid, layout.schedule(), 0, 1, *settings)
+        copies.append(estimate.weight_copies)
+    assert copies == [2 * 3 * (4 * 64**2 + 8 // expert * 2 * 64 * 96) for expert in (1, 4)]
 
 
 def test_matrices_gathered_as_float8_are_a_byte_each():

@@ -55,6 +55,16 @@ EXPERTS = {**TWO_LAYERS, "mlp": "experts", "mlp_bias": False, "experts": {"numbe
 # Room for rows that an even load fills, which no step has: each is computed again. With room for all, none is.
 EXPERT_LAYOUTS = {
     "all experts local": (case(microbatches=2, model=EXPERTS), {}, 0),
+    "float8, all experts local": (
+        case(microbatches=2, model=EXPERTS, train={"linear_precision": "float8_rowwise"}),
+        {},
+        0,
+    ),
+    "float8, room": (
+        case(2, 1, 2, microbatches=4, model=EXPERTS, train={"linear_precision": "float8"}),
+        {"expert_rows": 2},
+        0,
+    ),
     "recomputed": (case(2, 1, 1, microbatches=2, model=EXPERTS, parallel={"recompute": "full"}), {"expert_rows": 2}, 0),
     "room": (case(2, 1, 2, microbatches=4, model=EXPERTS), {"expert_rows": 2}, 0),
     "no room": (case(2, 1, 2, microbatches=4, model=EXPERTS), {"expert_rows": 1}, 2),

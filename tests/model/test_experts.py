@@ -323,6 +323,9 @@ def test_traffic_of_experts_over_data_is_that_of_distinct_ranks():
     copied = config.model_copy(update={"overlap": config.overlap.model_copy(update={"expert": "copies"})})
     gathered = make_plan(copied, 2, 80.0).traffic(0).expert  # copies gather, and every token goes to the other rank
     assert gathered == sent[1]
+    in_float8 = config.model_copy(update={"train": config.train.model_copy(update={"linear_precision": "float8"})})
+    saved = sent[0] - make_plan(in_float8, 2, 80.0).traffic(0).expert
+    assert saved == pytest.approx(0.5 * tokens * layers * hidden * 7)  # tokens travel in bytes in forward
     with pytest.raises(FitError, match=r"parallel\.expert=2 has no price"):
         estimate_step_traffic(config, 2)
 
@@ -444,7 +447,19 @@ def test_scores_that_underflow_give_finite_weights():
             {"parallel": {"tensor": 4}},
             ["model.experts.shared_width=6", "shared_width=4 or 8"],
         ),
-        ({}, {"train": {"linear_precision": "float8", "global_batch": 4}}, ["linear_precision=float8", "=default"]),
+        (
+            {},
+            {"train": {"linear_precision": "float8_rowwise_wgrad", "global_batch": 4}},
+            ["linear_precision=float8_rowwise_wgrad", "one of default, float8, float8_rowwise"],
+        ),
+        (
+            {},
+            {
+                "parallel": {"data": 2, "gather_precision": "float8"},
+                "train": {"linear_precision": "float8", "global_batch": 4},
+            },
+            ["parallel.gather_precision=float8", "--parallel.gather_precision=default"],
+        ),
         (
             {"bias_rate": 0.1},
             {"train": {"lora": {"rank": 2}, "global_batch": 4}},

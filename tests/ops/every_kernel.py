@@ -23,7 +23,7 @@ from megascale.ops import (
 )
 from megascale.ops.amax import AmaxPool
 from megascale.ops.embedding import add_rows
-from megascale.ops.float8 import cast
+from megascale.ops.float8 import cast, grouped, stacks
 from megascale.ops.float8.formats import E4M3, E5M2, Format, allocate_scales
 from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach
 from megascale.ops.peer_max import WORD_BYTES, PeerMax
@@ -155,6 +155,21 @@ def grouped_gemms() -> None:
     grouped_gemm.accumulate_group_gradients(main_grad, torch.zeros(512, 1536, dtype=BF16), dy, offsets, dy_index=index)
 
 
+def float8_experts() -> None:
+    matrices = stacks.cast_stack(zeros(2, 28672, 4096).detach())
+    x = cast.cast_rows(zeros(512, 4096).detach(), E4M3)
+    dy = cast.cast_rows(zeros(512, 28672).detach(), E4M3)
+    offsets = torch.zeros(3, dtype=torch.int32)
+    for precise in (False, True):
+        grouped.multiply_float8_groups(
+            x.rows, x.rows_scale, matrices.rows, matrices.rows_scale, offsets, dtype=BF16, precise=precise
+        )
+    grouped.multiply_float8_groups(
+        dy.rows, dy.rows_scale, matrices.columns, matrices.columns_scale, offsets, dtype=BF16
+    )
+    stacks.cast_activation("swiglu", zeros(512, 28672).detach())
+
+
 def routing() -> None:
     scores, weights = torch.zeros(64, 128), torch.zeros(64, 8)
     indices = routing_kernels.select_top_experts(scores, None, 8)
@@ -255,6 +270,7 @@ CASES: dict[str, Callable[[], None]] = {
     "float8 of shards": float8_shards,
     "largest over peers": largest_over_peers,
     "grouped GEMMs": grouped_gemms,
+    "experts in float8": float8_experts,
     "sums over peers": sums_over_peers,
     "routing": routing,
     "optimizers": lambda: optimizer(False),

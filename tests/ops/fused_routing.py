@@ -15,6 +15,7 @@ from megascale.config.experts_section import ExpertsConfig
 from megascale.ops import dispatch
 from megascale.ops.gradient_sink import GradientSink
 from megascale.ops.grouped_linear import add_matrix_gradients, run_experts, run_experts_backward
+from megascale.ops.linear import Operand
 from megascale.ops.routing import (
     RowLimit,
     combine_rows,
@@ -126,7 +127,7 @@ def test_experts_agree_with_the_loop_in_float64(seed, dtype, width, kind, ranks)
             wide = torch.promote_types(parameter.dtype, torch.float32)
             parameter.gradient_sink = GradientSink(torch.zeros(parameter.shape, dtype=wide), lambda: None)
         plan = plan_rows(indices, number - local, local, weights, number)
-        y, inner = run_experts(x, weights, plan, into, out, kind)
+        y, inner = run_experts(Operand(x), weights, plan, into, out, kind)
         rows = run_experts_backward(dy, weights, inner, plan, into, out, kind)
         add_matrix_gradients(rows, x, plan, into, out)
         return [y, rows.x_TH, rows.weights_TK, into.gradient_sink.main_grad, out.gradient_sink.main_grad]
@@ -164,7 +165,7 @@ def test_an_activation_without_a_gradient_kernel_reads_no_undefined_index():
         used = int(plan.offsets[-1])
         plan.row_tokens[used:] = -1_000_000
         plan.row_slots[used:] = 1_000_000
-        y, inner = run_experts(x, weights, plan, into, out, kind)
+        y, inner = run_experts(Operand(x), weights, plan, into, out, kind)
         rows = run_experts_backward(x, weights, inner, plan, into, out, kind)
         results.append((y, rows.x_TH, rows.weights_TK, *add_matrix_gradients(rows, x, plan, into, out)))
     assert len(plan.row_tokens) > used

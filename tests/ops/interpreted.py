@@ -123,9 +123,12 @@ _create_dot = interpreter.InterpreterBuilder.create_dot
 
 
 def _widen(handle):
-    """Return a block of bfloat16, which NumPy holds as its bits, in float32."""
+    """Return a block of bfloat16 or float8, which NumPy holds as its bits, in float32."""
     import numpy as np
 
+    if handle.dtype.scalar in _float8_types():
+        numbers = interpreter._convert_float(handle.data, handle.dtype.scalar, interpreter.tl.float32, None)
+        return interpreter.TensorHandle(numbers.reshape(handle.data.shape), interpreter.tl.float32)
     if handle.dtype.scalar != interpreter.tl.bfloat16:
         return handle
     bits = handle.data.astype(np.uint32) << 16
@@ -133,7 +136,7 @@ def _widen(handle):
 
 
 def _create_dot_of_numbers(self, a, b, d, input_precision, max_num_imprecise_acc):
-    """Triton's interpreter multiplies the bits of bfloat16 as integers."""
+    """Triton's interpreter multiplies the bits of bfloat16 as integers, and makes 480 of the NaN of float8."""
     return _create_dot(self, _widen(a), _widen(b), d, input_precision, max_num_imprecise_acc)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.bench import kernel_float8, kernel_grouped, timing
+from megascale.bench import kernel_float8, kernel_float8_experts, kernel_grouped, timing
 from megascale.bench.kernel_attention import measure_attention
 from megascale.bench.kernel_cases import KernelCase, compute_head_reference, list_cases, make_head_inputs
 from megascale.bench.kernel_optimizers import measure_optimizers
@@ -170,8 +170,8 @@ def measure_linear(bench: Bench) -> None:
     bench.measure_seconds(row, "eager", lambda: bias.add_(dy.sum(0, dtype=torch.float32)))
 
 
-# Values of --only. "head" is the language-model head, "grouped" the GEMMs of experts.
-MEASUREMENTS = ("operators", "head", "linear", "grouped", "optimizers", "attention", "float8")
+# Values of --only. "head" is the language-model head, "grouped" the GEMMs of experts, "experts_float8" those in float8.
+MEASUREMENTS = ("operators", "head", "linear", "grouped", "experts_float8", "optimizers", "attention", "float8")
 
 
 def start_bench(sizes: Sizes, device: torch.device, compile_until: float, out: Path) -> Bench:
@@ -222,6 +222,8 @@ def run(
         bench.run_guarded("weight gradient", "", functools.partial(measure_linear, bench))
     if "grouped" in measurements:
         kernel_grouped.measure(bench, sizes == TINY)
+    if "grouped" in measurements or "experts_float8" in measurements:
+        kernel_float8_experts.measure(bench, sizes == TINY)
     if "optimizers" in measurements:
         bench.run_guarded("optimizers", "", functools.partial(measure_optimizers, bench))
     if "attention" in measurements and device.type == "cuda":

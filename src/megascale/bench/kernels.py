@@ -84,7 +84,9 @@ def main(
     tiny: bool = typer.Option(False, "--tiny", help="Small shapes: the checks, on any machine; no meaningful times."),
     compile_until: float = typer.Option(COMPILE_UNTIL, help="Seconds after which torch.compile is not measured."),
     only: str = typer.Option(
-        "", help="What to measure, with commas: operators, head, linear, grouped, optimizers, attention, float8."
+        "",
+        help="What to measure, with commas: operators, head, linear, grouped, experts_float8, optimizers, attention, "
+        "float8.",
     ),
 ) -> None:
     """Check every fused operator against float64, then time it.
@@ -97,7 +99,8 @@ def main(
     Float8 rows (on devices with float8): casts, and the GEMMs y, dx and dw of each linear layer of gpt-1.3b, half of
     gpt-13b (DP2, TP2) and llama-8b with fast and precise sums, compared with bfloat16.
 
-    Grouped rows: GEMMs of experts for each tiling, compared with a loop of GEMMs and with torch._grouped_mm.
+    Grouped rows: GEMMs of experts for each tiling, compared with a loop of GEMMs and with torch._grouped_mm. They also
+    have the float8 GEMMs and casts of experts, which `--only experts_float8` measures alone.
 
     Example: megascale bench kernels --only float8 --out kernels.json
     """

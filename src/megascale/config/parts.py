@@ -100,6 +100,7 @@ class LinearFacts:
         float8_gemms: GEMMs of a layer that run in float8.
         gathered_weight_bytes: bytes per element of quantised weights that data-parallel ranks can gather; None: they
             can gather weights in train.precision only.
+        has_expert_gemms: whether layers of experts are possible.
     """
 
     description: str
@@ -107,6 +108,7 @@ class LinearFacts:
     weight_copy_bytes: int = 0
     float8_gemms: Literal["none", "all", "all but weight gradients"] = "none"
     gathered_weight_bytes: int | None = None
+    has_expert_gemms: bool = False
 
 
 @dataclass(frozen=True)
@@ -268,18 +270,20 @@ BLOCKS: Registry[PartFacts] = Registry(
 LINEAR_PRECISIONS: Registry[LinearFacts] = Registry(
     "train.linear_precision",
     {
-        "default": LinearFacts("GEMMs in the type of train.precision"),
+        "default": LinearFacts("GEMMs in the type of train.precision", has_expert_gemms=True),
         "float8": LinearFacts(
             "float8 with one scale per matrix; embedding and logits in train.precision",
             saved_input_bytes=1,
             weight_copy_bytes=2,
             float8_gemms="all",
             gathered_weight_bytes=1,
+            has_expert_gemms=True,
         ),
         "float8_rowwise": LinearFacts(
             "float8 with one scale per row; weight gradients in train.precision",
             weight_copy_bytes=2,
             float8_gemms="all but weight gradients",
+            has_expert_gemms=True,
         ),
         "float8_rowwise_wgrad": LinearFacts(
             "float8 with one scale per row; weight gradients in float8 with one scale per matrix",

@@ -69,6 +69,11 @@ class LogicalTensor:
         return self.decay and self.partition_dim is not None
 
     @property
+    def is_expert_stack(self) -> bool:
+        """True for a stack of experts' matrices."""
+        return ".mlp.experts." in self.name and self.name.endswith(".weight")
+
+    @property
     def elements(self) -> int:
         """Number of trained elements."""
         return prod(self.shape) if self.is_trained else 0
@@ -532,16 +537,28 @@ def half_saved_activations(layer: LayerSpec) -> tuple[tuple[SavedActivation, ...
     if norms.has_pre:
         attention += _norm_saved_activations(layer, "")
     if norms.has_pre and norms.count == 2:
-        norm = _norm_saved_activations(layer, "second_")
-        if MLP_PARTS[layer.feed_forward.name].saves_norm_output:
-            norm = [replace(activation, recompute_name="") for activation in norm]
-        mlp += norm
+        mlp += _norm_saved_activations(layer, "second_")
+    if MLP_PARTS[layer.feed_forward.name].saves_norm_output:
+        # Experts save their input itself. A shared MLP saves its own copy.
+        mlp_use: Literal["no", "also"] = "no" if layer.feed_forward.shared is None else "also"
+        mlp = [_save_itself(activation, mlp_use) for activation in mlp]
+        if BLOCK_PARTS[norms.block].is_parallel and norms.count == 1:
+            attention = [_save_itself(activation, "also", activation.recompute_name) for activation in attention]
     attention += ATTENTION_PARTS[layer.mixer.name].saved_activations(layer)
     mlp += MLP_PARTS[layer.feed_forward.name].saved_activations(layer)
     if norms.has_post:
         attention += _post_norm_saved_activations(layer, "")
         mlp += _post_norm_saved_activations(layer, "second_")
     return tuple(attention), tuple(mlp)
+
+
+def _save_itself(
+    activation: SavedActivation, gemm_input: Literal["no", "also"], recompute_name: str = ""
+) -> SavedActivation:
+    """Return an activation that a copy for a GEMM does not replace, and that is recomputed as `recompute_name`."""
+    if activation.gemm_input == "no":
+        gemm_input = "no"
+    return replace(activation, gemm_input=gemm_input, recompute_name=recompute_name)
 
 
 def _norm_saved_activations(layer: LayerSpec, prefix: str) -> list[SavedActivation]:

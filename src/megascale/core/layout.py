@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import gcd, isqrt
 
 from megascale.config import Config, ModelConfig, ParallelConfig
-from megascale.config.parts import ATTENTIONS
+from megascale.config.parts import ATTENTIONS, LINEAR_PRECISIONS
 from megascale.core.adapters import list_adapter_faults
 from megascale.core.batch_shares import BatchShares
 from megascale.core.chunk_map import ChunkMap
@@ -275,17 +275,31 @@ def _expert_faults(config: Config) -> list[str]:
             f"model.experts.shared_width={settings.shared_width} is not divisible by parallel.tensor={tensor}; use "
             f"--model.experts.shared_width={multiples}"
         )
-    if config.train.linear_precision != "default":
-        faults.append(
-            f"train.linear_precision={config.train.linear_precision} with model.mlp=experts: the GEMMs of experts run "
-            "in train.precision only; set --train.linear_precision=default"
-        )
+    faults += _expert_precision_faults(config)
     if config.train.lora is not None and settings.bias_rate:
         faults.append(
             f"model.experts.bias_rate={settings.bias_rate} with train.lora: adapters leave the model as it is, and "
             "the routers' biases belong to it; train the whole model, or one without model.experts.bias_rate"
         )
     return faults
+
+
+def _expert_precision_faults(config: Config) -> list[str]:
+    """Return the faults of linear precisions in a model with experts."""
+    name = config.train.linear_precision
+    if not LINEAR_PRECISIONS[name].has_expert_gemms:
+        names = [known for known, facts in LINEAR_PRECISIONS.items() if facts.has_expert_gemms]
+        return [
+            f"train.linear_precision={name} with model.mlp=experts: experts have no GEMMs in this precision; set "
+            f"--train.linear_precision to one of {', '.join(names)}"
+        ]
+    gather_precision = config.parallel.gather_precision
+    if LINEAR_PRECISIONS[name].gathered_weight_bytes is not None and gather_precision != "default":
+        return [
+            f"parallel.gather_precision={gather_precision} with model.mlp=experts: matrices of experts are gathered "
+            "in train.precision; set --parallel.gather_precision=default"
+        ]
+    return []
 
 
 def _absent_expert_faults(parallel: ParallelConfig) -> list[str]:

@@ -32,6 +32,7 @@ from megascale.core.layer_spec import ExpertsSpec, LayerSpec
 from megascale.core.layers import ChunkLayers, LayerSums, assign_layers, assign_stage_layers
 from megascale.core.parameter_counts import (
     ceil_divide,
+    count_stage_expert_elements,
     count_stage_matrix_elements,
     count_stage_parameters,
     count_stage_state,
@@ -298,6 +299,7 @@ class _RankShape:
         if self.parallel.zero == 3 and gathers_float8(self.parallel, self.linear_precision, self.grid.shards):
             # One byte per element of the rank's shards; copies of gathered matrices lie in the parameter slots.
             return ceil_divide(matrices, self.grid.shards)
+        matrices += count_stage_expert_elements(self.model, self.parallel, self.stage)
         return LINEAR_PRECISIONS[self.linear_precision].weight_copy_bytes * matrices
 
     def compute_logits_bytes(self) -> int:

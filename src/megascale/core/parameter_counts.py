@@ -52,6 +52,12 @@ def _matrix_sums(model: ModelConfig, tensor: int) -> LayerSums:
 
 
 @lru_cache(maxsize=256)
+def _expert_sums(model: ModelConfig, tensor: int, expert: int) -> LayerSums:
+    """Return the sums of elements of experts' matrices on one rank."""
+    return sum_tensors(model, lambda tensors: count_elements((t for t in tensors if t.is_expert_stack), tensor, expert))
+
+
+@lru_cache(maxsize=256)
 def _state_sums(model: ModelConfig, tensor: int, optimizer: str, expert: int) -> LayerSums:
     """Return the sums of the matrices' extra optimizer state, in elements on one rank.
 
@@ -153,6 +159,12 @@ def count_stage_parameters(model: ModelConfig, parallel: ParallelConfig, stage: 
 def count_stage_matrix_elements(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
     """Return the elements of a stage's linear layers' matrices on one tensor-parallel rank, vocabulary excluded."""
     sums = _matrix_sums(model, parallel.tensor)
+    return int(sum(sums.of_chunk(layers) for layers in assign_stage_layers(model, parallel, stage)))
+
+
+def count_stage_expert_elements(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
+    """Return the elements of a stage's experts' matrices on one rank."""
+    sums = _expert_sums(model, parallel.tensor, parallel.expert_ranks)
     return int(sum(sums.of_chunk(layers) for layers in assign_stage_layers(model, parallel, stage)))
 
 

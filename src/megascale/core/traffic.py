@@ -143,7 +143,7 @@ def _sum_collectives(model: ModelConfig, forward_passes: float) -> LayerSums:
 
 @lru_cache(maxsize=64)
 def _sum_dispatched_values(
-    model: ModelConfig, tensor: int, expert: int, forward_passes: int, exchange: str
+    model: ModelConfig, tensor: int, expert: int, forward_passes: int, exchange: str, token_share: float = 1.0
 ) -> LayerSums:
     """Return the sums over layers of values per token that a rank sends along the expert axis, with an even load.
 
@@ -152,6 +152,7 @@ def _sum_dispatched_values(
 
     Args:
         exchange: value of overlap.expert.
+        token_share: bytes per number of the tokens in forward, divided by those of train.precision.
     """
     values_by_layer = []
     for layer in resolve_layers(model):
@@ -162,7 +163,7 @@ def _sum_dispatched_values(
             destination_share = 1.0
             if not gathers_expert_tokens(experts.settings, tensor, expert, exchange):
                 destination_share = reached_share(experts.settings, tensor, expert)
-            message_count = 2 * forward_passes + 3
+            message_count = (1 + token_share) * forward_passes + 3
             sent_values = message_count * (expert - 1) * destination_share * layer.hidden
         values_by_layer.append((sent_values, 0, sent_values))
     return LayerSums.collect(values_by_layer)
@@ -272,6 +273,7 @@ def estimate_stage_traffic(
             expert=grid.expert,
             forward_passes=2 if parallel.recompute == "full" else 1,
             exchange=expert_exchange,
+            token_share=1.0 if LINEAR_PRECISIONS[linear_precision].float8_gemms == "none" else 1 / itemsize,
         )
         dispatched_bytes = sum(dispatched_values.of_chunk(chunk) for chunk in layers) * tokens * itemsize
         # An all-reduce of the gradients of all parameters except experts.

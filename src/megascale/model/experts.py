@@ -191,15 +191,31 @@ class ExpertsMlp(DirectModule):
     def forward(self, x_SBH: Tensor, projection: ColumnLinear | None) -> Tensor:
         """Return the output [s/t, b, h] for the normed input [s/t, b, h]. `projection` is None."""
         weights, indices = self.route(x_SBH)
+        gemms = self.linears.expert_gemms
         # `apply_experts` is for experts without biases that one axis divides. `apply_expert_stacks` also adds biases,
         # sends tokens by an all-to-all, and combines both axes.
         if self.in_bias is None and self.gather_axis is not None:
             row_limit = self._limit_rows(x_SBH)
             y = apply_experts(
-                x_SBH, weights, indices, self.experts_in, self.experts_out, self.activation, self.gather_axis, row_limit
+                x_SBH,
+                weights,
+                indices,
+                in_matrices=self.experts_in,
+                out_matrices=self.experts_out,
+                activation=self.activation,
+                axis=self.gather_axis,
+                limit=row_limit,
+                gemms=gemms,
             )
         else:
-            stacks = ExpertStacks(self.experts_in, self.experts_out, self.in_bias, self.out_bias, self.activation)
+            stacks = ExpertStacks(
+                self.experts_in,
+                self.experts_out,
+                in_bias=self.in_bias,
+                out_bias=self.out_bias,
+                activation=self.activation,
+                gemms=gemms,
+            )
             y = apply_expert_stacks(x_SBH, weights, indices, stacks, self.axis, self.expert_axis, self.gathers_tokens)
         if self.shared_in is not None:
             y = y + self._run_shared(x_SBH)

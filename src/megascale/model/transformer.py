@@ -24,7 +24,7 @@ from megascale.core.inventory import LogicalTensor, embedding_tensors, head_tens
 from megascale.core.layers import ChunkLayers
 from megascale.model.block import make_block
 from megascale.model.context import EVALUATION, ForwardContext, LayerSetup, Rotary
-from megascale.model.experts import keep_routing
+from megascale.model.experts import keep_routing, list_expert_layers
 from megascale.model.fusion import ResidualStream, add_and_norm
 from megascale.model.norm import Norm
 from megascale.model.rotary import RotaryTables
@@ -181,6 +181,14 @@ class Chunk(DirectModule):
                 name = " + ".join(piece.name for piece in get_spec(module.weight).pieces)
                 weights[name] = module.weight
         return weights
+
+    def collect_expert_stacks(self) -> dict[str, torch.Tensor]:
+        """Return the stacks of the experts' matrices [experts, ..., I] by the names of their logical tensors."""
+        stacks: dict[str, torch.Tensor] = {}
+        for layer in list_expert_layers([self]):
+            for stack in (layer.experts_in, layer.experts_out):
+                stacks[" + ".join(piece.name for piece in get_spec(stack).pieces)] = stack
+        return stacks
 
     def _make_parameter(self, tensor: LogicalTensor) -> nn.Parameter:
         """Make the parameter with this tensor-parallel rank's shard of a logical tensor."""

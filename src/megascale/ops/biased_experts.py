@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from megascale.ops.activation import RecomputedActivation
+from megascale.ops.expert_gemms import DEFAULT_EXPERT_GEMMS, ExpertGemms
 from megascale.ops.gradient_sink import get_sink
-from megascale.ops.grouped_gemm import accumulate_group_gradients, multiply_groups
+from megascale.ops.grouped_gemm import accumulate_group_gradients
 from megascale.ops.grouped_linear import RowGradients, add_matrix_gradients, run_experts, run_experts_backward
+from megascale.ops.linear import Operand
 from megascale.ops.routing import RoutingPlan, combine_rows
 
 
@@ -27,6 +29,7 @@ class ExpertStacks:
         in_bias: biases of the input projection [experts, matrices, width]; None without biases.
         out_bias: biases of the output projection [experts, h]; None without biases.
         activation: value of model.activation.
+        gemms: GEMMs of the experts' rows.
     """
 
     in_matrices: Tensor
@@ -34,6 +37,7 @@ class ExpertStacks:
     in_bias: Tensor | None
     out_bias: Tensor | None
     activation: str
+    gemms: ExpertGemms = DEFAULT_EXPERT_GEMMS
 
     @property
     def parameters(self) -> tuple[Tensor | None, ...]:
@@ -41,17 +45,19 @@ class ExpertStacks:
         return self.in_matrices, self.out_matrices, self.in_bias, self.out_bias
 
 
-def run_expert_stacks(
-    x_TH: Tensor, weights_TK: Tensor, plan: RoutingPlan, stacks: ExpertStacks
-) -> tuple[Tensor, Tensor]:
-    """Return the weighted sum of each token's local experts [tokens, h], and the input projection [rows, columns]."""
+def run_expert_stacks(x: Operand, weights_TK: Tensor, plan: RoutingPlan, stacks: ExpertStacks) -> tuple[Tensor, Tensor]:
+    """Return the weighted sum of each token's local experts [tokens, h], and the input projection [rows, columns].
+
+    Args:
+        x: tokens [tokens, h], prepared by `stacks.gemms`.
+    """
+    in_matrices, out_matrices, gemms = stacks.in_matrices, stacks.out_matrices, stacks.gemms
     if stacks.in_bias is None or stacks.out_bias is None:
-        return run_experts(x_TH, weights_TK, plan, stacks.in_matrices, stacks.out_matrices, stacks.activation)
+        return run_experts(x, weights_TK, plan, in_matrices, out_matrices, stacks.activation, gemms)
     experts = _find_experts(plan)
-    inner = multiply_groups(x_TH, stacks.in_matrices.detach().flatten(1, 2), plan.offsets, plan.row_tokens)
+    inner = gemms.forward(x, in_matrices, plan.offsets, plan.row_tokens)
     inner = inner + stacks.in_bias.detach().flatten(1)[experts]
-    activated = RecomputedActivation(stacks.activation, None)(inner)
-    rows = multiply_groups(activated, stacks.out_matrices.detach(), plan.offsets)
+    rows = gemms.forward(gemms.activate(stacks.activation, inner), out_matrices, plan.offsets)
     rows = rows + stacks.out_bias.detach()[experts]
     return combine_rows(rows, plan, weights_TK), inner
 
@@ -60,13 +66,13 @@ def run_expert_stacks_backward(
     dy_TH: Tensor, weights_TK: Tensor, inner: Tensor, plan: RoutingPlan, stacks: ExpertStacks
 ) -> RowGradients:
     """Return the gradients of x and weights, given the result's gradient, and the factors for `add_stack_gradients`."""
-    in_matrices, out_matrices = stacks.in_matrices, stacks.out_matrices
+    in_matrices, out_matrices, gemms = stacks.in_matrices, stacks.out_matrices, stacks.gemms
     if stacks.in_bias is None or stacks.out_bias is None:
-        return run_experts_backward(dy_TH, weights_TK, inner, plan, in_matrices, out_matrices, stacks.activation)
+        return run_experts_backward(dy_TH, weights_TK, inner, plan, in_matrices, out_matrices, stacks.activation, gemms)
     wide = weights_TK.dtype
     row_weights = weights_TK[plan.row_tokens, plan.row_slots].unsqueeze(1)
     dy_rows = dy_TH[plan.row_tokens]
-    unweighted = multiply_groups(dy_TH, out_matrices.detach(), plan.offsets, plan.row_tokens, transposed=True)
+    unweighted = gemms.dgrad(gemms.prepare(dy_TH), out_matrices, plan.offsets, plan.row_tokens)
     d_activated = (unweighted * row_weights).to(inner.dtype)
     activated, d_inner = RecomputedActivation(stacks.activation, None).with_gradient(inner, d_activated)
     # The gradient of a row's weight is <y, dy>. Since y = matrix @ activated + bias, forward need not save y.
@@ -74,7 +80,7 @@ def run_expert_stacks_backward(
     products = (activated.to(wide) * unweighted.to(wide)).sum(1) + (biases.to(wide) * dy_rows.to(wide)).sum(1)
     padded = torch.cat((products, products.new_zeros(1)))
     d_weights_TK = padded[plan.rows_TK.clamp(max=len(products))]
-    rows = multiply_groups(d_inner, in_matrices.detach().flatten(1, 2), plan.offsets, transposed=True)
+    rows = gemms.dgrad(gemms.prepare(d_inner), in_matrices, plan.offsets)
     weighted = (activated * row_weights).to(inner.dtype)
     return RowGradients(combine_rows(rows, plan), d_weights_TK, dy_rows, None, weighted, d_inner)
 

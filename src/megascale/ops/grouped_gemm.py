@@ -140,7 +140,7 @@ def _plan_tiles_kernel(
 
 
 @jit
-def _select_tile(program, row_tiles, column_tiles, GROUPED_ROWS: tl.constexpr):
+def select_tile(program, row_tiles, column_tiles, GROUPED_ROWS: tl.constexpr):
     """Return the row tile and the column tile of a program. Programs go through bands of row tiles column by column."""
     band = program // (GROUPED_ROWS * column_tiles)
     index_in_band = program % (GROUPED_ROWS * column_tiles)
@@ -176,7 +176,7 @@ def _group_rows_kernel(
 
     GATHERED: rows are read at index_ptr. EVEN: columns and inner are multiples of the tile's, so they need no masks.
     """
-    tile, column_tile = _select_tile(tl.program_id(0), tiles, tl.cdiv(columns, TILE_COLUMNS), GROUPED_ROWS)
+    tile, column_tile = select_tile(tl.program_id(0), tiles, tl.cdiv(columns, TILE_COLUMNS), GROUPED_ROWS)
     expert = tl.load(expert_ptr + tile)
     if expert >= 0:
         row = tl.load(row_ptr + tile) + tl.arange(0, TILE_ROWS)
@@ -224,7 +224,7 @@ def _block_rows_kernel(
     TILE_INNER: tl.constexpr,
     GROUPED_ROWS: tl.constexpr,
 ):
-    tile, column_tile = _select_tile(tl.program_id(0), tiles, tl.cdiv(columns, TILE_COLUMNS), GROUPED_ROWS)
+    tile, column_tile = select_tile(tl.program_id(0), tiles, tl.cdiv(columns, TILE_COLUMNS), GROUPED_ROWS)
     expert = tl.load(expert_ptr + tile)
     if expert >= 0:
         first_row = tl.load(row_ptr + tile)
@@ -276,7 +276,7 @@ def _group_gradient_kernel(
     DY_GATHERED, GATHERED: rows of dy and x are read through an index. EVEN: rows and columns need no masks.
     """
     expert = tl.program_id(1)
-    row_tile, column_tile = _select_tile(
+    row_tile, column_tile = select_tile(
         tl.program_id(0), tl.cdiv(rows, TILE_ROWS), tl.cdiv(columns, TILE_COLUMNS), GROUPED_ROWS
     )
     row = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
@@ -339,7 +339,7 @@ def _block_gradient_kernel(
     GROUPED_ROWS: tl.constexpr,
 ):
     expert = tl.program_id(1)
-    row_tile, column_tile = _select_tile(
+    row_tile, column_tile = select_tile(
         tl.program_id(0), tl.cdiv(rows, TILE_ROWS), tl.cdiv(columns, TILE_COLUMNS), GROUPED_ROWS
     )
     first_row = row_tile * TILE_ROWS
@@ -516,14 +516,14 @@ def _find_block_obstacle(x: Tensor, weights: Tensor, index: Tensor | None, trans
         return f"by pointers (a copy of rows does not pay for fewer than {COLUMNS_WORTH_COPY} columns)"
     if weights.data_ptr() % DESCRIPTOR_ALIGN:
         return f"by pointers (descriptors need matrices at multiples of {DESCRIPTOR_ALIGN} bytes)"
-    if not _has_aligned_rows(x):
+    if not has_aligned_rows(x):
         return f"by pointers (descriptors need rows at multiples of {DESCRIPTOR_ALIGN} bytes)"
     if not dispatch.IS_INTERPRETED and torch.cuda.get_device_capability(x.device) < (9, 0):
         return "by pointers (only GPUs from Hopper on read by descriptors)"
     return ""
 
 
-def _has_aligned_rows(x: Tensor) -> bool:
+def has_aligned_rows(x: Tensor) -> bool:
     """Return whether tensor descriptors can read blocks of a matrix."""
     row_bytes = x.stride(0) * x.element_size()
     return x.stride(-1) == 1 and not x.data_ptr() % DESCRIPTOR_ALIGN and not row_bytes % DESCRIPTOR_ALIGN
@@ -652,7 +652,7 @@ def accumulate_group_gradients(
     if x.stride(-1) != 1:
         x = x.contiguous()
     # Copies of rows are aligned.
-    are_rows_aligned = (dy_index is not None or _has_aligned_rows(dy)) and (index is not None or _has_aligned_rows(x))
+    are_rows_aligned = (dy_index is not None or has_aligned_rows(dy)) and (index is not None or has_aligned_rows(x))
     is_aligned = are_rows_aligned and not main_grad.data_ptr() % DESCRIPTOR_ALIGN
     if is_aligned and should_copy_rows(x, rows):
         if dy_index is not None:

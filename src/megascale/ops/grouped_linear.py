@@ -1,7 +1,8 @@
 """The experts of a rank, forward and backward: two grouped linear layers with an activation between them.
 
-`ops/grouped_gemm.py` has the GEMMs: kernels on a GPU, and a loop over experts as the reference. Forward saves the
-output of the first layer, and backward computes the activation again.
+`ops/expert_gemms.py` has the GEMMs of rows, and `ops/grouped_gemm.py` those of the matrices' gradients: kernels on a
+GPU, and a loop over experts as the reference. Forward saves the output of the first layer, and backward computes the
+activation again.
 """
 
 from __future__ import annotations
@@ -13,24 +14,32 @@ from torch import Tensor
 
 from megascale.ops.activation import RecomputedActivation
 from megascale.ops.dispatch import use_fused
+from megascale.ops.expert_gemms import DEFAULT_EXPERT_GEMMS, ExpertGemms
 from megascale.ops.gradient_sink import get_sink
-from megascale.ops.grouped_gemm import accumulate_group_gradients, gather_rows, multiply_groups, should_copy_rows
+from megascale.ops.grouped_gemm import accumulate_group_gradients, gather_rows, should_copy_rows
+from megascale.ops.linear import Operand
 from megascale.ops.routing import RoutingPlan, combine_rows
 from megascale.ops.routing_kernels import FUSED_ACTIVATIONS, compute_activation_gradient
 
 
 def run_experts(
-    x_TH: Tensor, weights_TK: Tensor, plan: RoutingPlan, in_matrices: Tensor, out_matrices: Tensor, activation: str
+    x: Operand,
+    weights_TK: Tensor,
+    plan: RoutingPlan,
+    in_matrices: Tensor,
+    out_matrices: Tensor,
+    activation: str,
+    gemms: ExpertGemms = DEFAULT_EXPERT_GEMMS,
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of each token's local experts [tokens, h], and the input projection [rows, columns].
 
     Args:
+        x: tokens [tokens, h], prepared by `gemms`.
         in_matrices: input matrices [experts, matrices, width, h]; with a gate the matrices are [gate, up].
         out_matrices: output matrices [experts, h, width].
     """
-    inner = multiply_groups(x_TH, in_matrices.detach().flatten(1, 2), plan.offsets, plan.row_tokens)
-    activated = RecomputedActivation(activation, None)(inner)
-    rows = multiply_groups(activated, out_matrices.detach(), plan.offsets)
+    inner = gemms.forward(x, in_matrices, plan.offsets, plan.row_tokens)
+    rows = gemms.forward(gemms.activate(activation, inner), out_matrices, plan.offsets)
     return combine_rows(rows, plan, weights_TK), inner
 
 
@@ -62,6 +71,7 @@ def run_experts_backward(
     in_matrices: Tensor,
     out_matrices: Tensor,
     activation: str,
+    gemms: ExpertGemms = DEFAULT_EXPERT_GEMMS,
 ) -> RowGradients:
     """Return the gradients of tokens and weights, and the factors for `add_matrix_gradients`.
 
@@ -73,9 +83,9 @@ def run_experts_backward(
         # The copied rows are read twice: for the gradient of the activation, and for that of the matrix.
         dy = gather_rows(dy_TH, plan.row_tokens, plan.offsets)
         dy_index = None
-    unweighted = multiply_groups(dy, out_matrices.detach(), plan.offsets, dy_index, transposed=True)
+    unweighted = gemms.dgrad(gemms.prepare(dy), out_matrices, plan.offsets, dy_index)
     d_inner, weighted, d_weights_TK = _activation_backward(inner, unweighted, weights_TK, plan, activation)
-    rows = multiply_groups(d_inner, in_matrices.detach().flatten(1, 2), plan.offsets, transposed=True)
+    rows = gemms.dgrad(gemms.prepare(d_inner), in_matrices, plan.offsets)
     return RowGradients(combine_rows(rows, plan), d_weights_TK, dy, dy_index, weighted, d_inner)
 
 

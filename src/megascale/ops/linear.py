@@ -36,6 +36,13 @@ class Operand(NamedTuple):
             scale = scale[start:stop]
         return Operand(self.data[start:stop], scale)
 
+    def flatten_rows(self) -> Operand:
+        """Return the operand as a matrix [rows, N], with scales [rows, 1] if each row has one."""
+        scale = self.scale
+        if scale is not None and scale.dim():
+            scale = scale.flatten(0, -2)
+        return Operand(self.data.flatten(0, -2), scale)
+
     def select_columns(self, columns: slice) -> Operand:
         """Return some columns of an operand without scales."""
         assert self.scale is None

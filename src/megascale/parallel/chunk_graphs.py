@@ -213,7 +213,7 @@ class ChunkGraphs:
     def _make_early_inputs(self, chunk: int) -> tuple[Tensor, ...]:
         """Return inputs for a capture of the chunk before its weights and its micro-batches have arrived."""
         module = self._buffers[chunk].module
-        module.linears.reserve_pinned_weights(module.collect_linear_weights().values())  # type: ignore[operator, union-attr]
+        module.linears.reserve_pinned_weights(_list_cast_weights(module))  # type: ignore[operator, union-attr]
         return self._make_inputs(chunk)
 
     def _find_or_capture(
@@ -290,7 +290,7 @@ class ChunkGraphs:
     def pin_weights(self, chunk: int) -> None:
         """Copy the chunk's weights in float8 to the memory in which graphs read them."""
         module = self._buffers[chunk].module
-        module.linears.pin_weights(module.collect_linear_weights().values())  # type: ignore[operator, union-attr]
+        module.linears.pin_weights(_list_cast_weights(module))  # type: ignore[operator, union-attr]
 
     def _make_pool(self) -> CudaCapturePool | HostCapturePool:
         return CudaCapturePool(self._stream) if self._stream else HostCapturePool()
@@ -466,6 +466,12 @@ def _find_sinks(buffer: ParamAndGradBuffer) -> list[GradientSink]:
     if output_sink is None or output_sink in buffer.sinks:
         return buffer.sinks
     return [*buffer.sinks, output_sink]
+
+
+def _list_cast_weights(module: nn.Module) -> list[Tensor]:
+    """Return a chunk's weights whose casts graphs may read: of linear layers, and stacks of experts' matrices."""
+    weights = module.collect_linear_weights() | module.collect_expert_stacks()  # type: ignore[operator]
+    return list(weights.values())
 
 
 def _get_first_line(error: Exception) -> str:

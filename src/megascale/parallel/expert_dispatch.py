@@ -11,6 +11,9 @@ two ways:
 Backward sends tokens and gradients in the same way. The loss is divided by the tokens of the global batch, so gradients
 of experts are summed over the tokens of all ranks and never averaged.
 
+In forward, tokens are sent in the form that the GEMMs read. In float8 that is half of bfloat16's bytes. Backward sends
+tokens and gradients as they are, because the gradients of matrices read them. Results are sent in train.precision.
+
 Suffixes name the dimensions of a tensor: S sequence on this rank, B micro-batch, H hidden size, K choices per token
 (top_k), T tokens of the tensor-parallel group, R rows or ranks, C any columns.
 """
@@ -34,8 +37,10 @@ from megascale.ops.biased_experts import (
     run_expert_stacks_backward,
 )
 from megascale.ops.gradient_sink import get_tracked
+from megascale.ops.linear import Operand
 from megascale.ops.routing import RoutingPlan, plan_rows, sum_rows_at
 from megascale.parallel.collectives import Axis, Pending, all_gather, reduce_scatter
+from megascale.parallel.tensor import start_operand_gather
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,15 @@ class TokenDispatch:
         return Pending(out, work, transfer, partial(_finish_exchange, rows, out, finish))
 
 
+def _send_operand(dispatch: TokenGather | TokenDispatch, x: Operand) -> Callable[[], Operand]:
+    """Start to send an operand's rows, with their scales. Return a function that waits for the received operand."""
+    sending = dispatch.send(x.data)
+    if x.scale is None:
+        return lambda: Operand(sending.wait())
+    sending_scales = dispatch.send(x.scale)
+    return lambda: Operand(sending.wait(), sending_scales.wait())
+
+
 def _finish_exchange(sent_rows: Tensor, out: Tensor, finish: Callable[[Tensor], Tensor] | None) -> Tensor:
     """Return the result of an all-to-all. The argument keeps the sent rows alive until they have arrived."""
     return out if finish is None else finish(out)
@@ -157,33 +171,36 @@ class _DispatchedExperts(torch.autograd.Function):
         *tracked_parameters: Tensor | None,
     ) -> Tensor:
         indices_SBK, stacks, tensor_axis, expert_axis, gathers_tokens = args
-        gathering_x = all_gather(x_SBH, tensor_axis)
+        wait_for_x = start_operand_gather(stacks.gemms.prepare(x_SBH), tensor_axis, all_gather)
         gathering_weights = all_gather(weights_SBK, tensor_axis)
         gathering_indices = all_gather(indices_SBK, tensor_axis)
         local_expert_count = stacks.in_matrices.shape[0]
         first_expert = tensor_axis.rank * local_expert_count * expert_axis.size  # of this tensor-parallel rank
         indices_TK = gathering_indices.wait().flatten(0, 1)
         weights_TK = gathering_weights.wait().flatten(0, 1)
-        x = gathering_x.wait()
-        x_TH = x.flatten(0, 1)
+        x = wait_for_x()
+        shape = x.data.shape
+        x = x.flatten_rows()
         dispatch: TokenGather | TokenDispatch | None = None
         if expert_axis.size > 1:
             if gathers_tokens:
                 dispatch = TokenGather(expert_axis)
             else:
                 dispatch = TokenDispatch.plan(indices_TK, first_expert, local_expert_count, expert_axis)
-            sending = [dispatch.send(values) for values in (weights_TK, indices_TK, x_TH)]
-            weights_TK, indices_TK, x_TH = (pending.wait() for pending in sending)
+            sending = [dispatch.send(values) for values in (weights_TK, indices_TK)]
+            wait_for_x = _send_operand(dispatch, x)
+            weights_TK, indices_TK = (pending.wait() for pending in sending)
+            x = wait_for_x()
         expert_count = local_expert_count * tensor_axis.size * expert_axis.size
         row_count = dispatch.choice_count if isinstance(dispatch, TokenDispatch) else None
         first_expert += expert_axis.rank * local_expert_count  # now of this rank
         plan = plan_rows(indices_TK, first_expert, local_expert_count, weights_TK, expert_count, rows=row_count)
-        y_TH, inner = run_expert_stacks(x_TH, weights_TK, plan, stacks)
+        y_TH, inner = run_expert_stacks(x, weights_TK, plan, stacks)
         if dispatch is not None:
             y_TH = dispatch.return_results(y_TH).wait()
         ctx.args = stacks, tensor_axis, dispatch
         ctx.save_for_backward(x_SBH, weights_TK, inner, plan.offsets, plan.row_tokens, plan.row_slots, plan.rows_TK)
-        return reduce_scatter(y_TH.view(x.shape), tensor_axis).wait()
+        return reduce_scatter(y_TH.view(shape), tensor_axis).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -17,6 +17,8 @@ Row-wise, a rank casts complete rows without communication. An input is sent as 
 gradient is sent in `train.precision`, in which wgrad reads it, and is cast on arrival for dgrad. Only ranks that each
 hold a part of the same rows agree on the amaxes of these rows. With "float8_rowwise_wgrad" gradients are sent as bytes
 too, and wgrad reads the transpose of the float8 rows.
+
+GEMMs of experts are row-wise with "float8" and "float8_rowwise" (ops/expert_gemms.py).
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from torch import Tensor
 from megascale.errors import ConfigError, TrainingError
 from megascale.ops import dispatch
 from megascale.ops.amax import get_attached_amax
+from megascale.ops.expert_gemms import Float8ExpertGemms
 from megascale.ops.float8 import gemm
 from megascale.ops.float8.cast import (
     cast_by_amax,
@@ -42,6 +45,7 @@ from megascale.ops.float8.cast import (
     transpose_scaled_rows,
 )
 from megascale.ops.float8.formats import ALIGNED, E4M3, E5M2, SMALLEST_SCALE, Float8, Format
+from megascale.ops.float8.stacks import cast_stack
 from megascale.ops.linear import Gemms, Operand
 from megascale.parallel.collectives import SINGLE_RANK, Axis, all_reduce_amax, all_reduce_small
 from megascale.parallel.linear_precision import LinearPrecision
@@ -63,6 +67,7 @@ class _Float8Linears(LinearPrecision, ABC):
         self._logits = LinearPrecision(axis)
         self._weights: dict[int, tuple[Tensor, Float8]] = {}  # weight, kept alive, and its cast by id of the weight
         self._pinned: dict[int, Float8] = {}  # cast in the memory that CUDA graphs read, by id of the weight
+        self.expert_gemms = Float8ExpertGemms(self.get_weight, self._get_counts)
         self._counts: Tensor | None = None  # number of clipped and of flushed values, int64 [2]
         self._is_counting = False
         self._cast_count = 0  # number of values that were cast while counting
@@ -94,7 +99,10 @@ class _Float8Linears(LinearPrecision, ABC):
         for weight in weights:
             pinned = self._pinned.get(id(weight))
             if pinned is None:
-                pinned = self._make_undefined_weight(weight)
+                if _is_stack(weight):
+                    pinned = _cast_parameter_stack(weight)
+                else:
+                    pinned = self._make_undefined_weight(weight)
                 self._pinned[id(weight)] = pinned
             self._weights[id(weight)] = weight, pinned
 
@@ -114,10 +122,27 @@ class _Float8Linears(LinearPrecision, ABC):
                 )
             gemm.check_shape(name, tokens, weight.shape[1], weight.shape[0])
 
+    def check_experts(self, stacks: Mapping[str, Tensor], device: torch.device) -> None:
+        if not stacks:
+            return
+        dispatch.record_choice("experts", "float8, one scale per row; gradients of matrices in train.precision")
+        if device.type != "cuda":
+            return
+        for name, stack in stacks.items():
+            matrix = stack.flatten(1, -2)
+            gemm.check_shape(name, ALIGNED, matrix.shape[2], matrix.shape[1])
+
     def get_weight(self, weight: Tensor) -> Float8:
-        """Return the cast of a weight [O, I], rows and columns. It is made once after `invalidate_weights`."""
+        """Return the cast of a weight [O, I] or of a stack of experts' matrices [experts, ..., I], rows and columns.
+
+        It is made once after `invalidate_weights`.
+        """
         if id(weight) not in self._weights:
-            self._weights[id(weight)] = weight, self._make_weight(weight)
+            if _is_stack(weight):
+                cast = _cast_parameter_stack(weight)
+            else:
+                cast = self._make_weight(weight)
+            self._weights[id(weight)] = weight, cast
         _, cast = self._weights[id(weight)]
         return cast
 
@@ -196,6 +221,16 @@ class _Float8Linears(LinearPrecision, ABC):
             self._counts = torch.zeros(2, dtype=torch.int64, device=x.device)
         self._cast_count += x.numel()
         return self._counts
+
+
+def _is_stack(weight: Tensor) -> bool:
+    """Return whether a parameter has matrices of several experts [experts, ..., I]."""
+    return weight.dim() > 2
+
+
+def _cast_parameter_stack(stack: Tensor) -> Float8:
+    """Cast the matrices of a rank's experts [experts, ..., I], each as one matrix [O, I]."""
+    return cast_stack(stack.detach().flatten(1, -2))
 
 
 class TensorWiseFloat8(_Float8Linears):

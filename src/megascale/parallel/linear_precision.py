@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megascale.core.adapters import AdapterSpec
+from megascale.ops.expert_gemms import DEFAULT_EXPERT_GEMMS, ExpertGemms
 from megascale.ops.gradient_sink import GradientSink
 from megascale.ops.linear import Gemms, Operand
 from megascale.parallel.collectives import SINGLE_RANK, Axis
@@ -23,6 +24,7 @@ class LinearPrecision(Gemms):
     Attributes:
         collects_amax: whether operators collect the amax of their outputs (ops/amax.py).
         copies_weights: whether GEMMs read copies of weights, which are made once per step (`pin_weights`).
+        expert_gemms: GEMMs of experts' rows in this precision.
         adapters: low-rank adapters of the layers that use this precision; None if the layers themselves are trained.
     """
 
@@ -32,6 +34,7 @@ class LinearPrecision(Gemms):
 
     def __init__(self, axis: Axis = SINGLE_RANK) -> None:
         self.axis = axis
+        self.expert_gemms: ExpertGemms = DEFAULT_EXPERT_GEMMS
 
     @property
     def logits(self) -> Gemms:
@@ -46,6 +49,15 @@ class LinearPrecision(Gemms):
             tokens: number of tokens of a micro-batch, in complete sequences.
 
         Raises ConfigError or FitError if they are not possible.
+        """
+
+    def check_experts(self, stacks: Mapping[str, Tensor], device: torch.device) -> None:
+        """Check before the first step that `expert_gemms` can multiply by these stacks.
+
+        Args:
+            stacks: matrices of this rank's experts [experts, ..., I] by name.
+
+        Raises ConfigError or FitError if that is not possible.
         """
 
     def invalidate_weights(self) -> None:

@@ -47,7 +47,9 @@ from megascale.parallel.parameters import local_parameter
 RecomputeFn = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _start_gather(x: Operand, axis: Axis, gather: Callable[[torch.Tensor, Axis], Pending]) -> Callable[[], Operand]:
+def start_operand_gather(
+    x: Operand, axis: Axis, gather: Callable[[torch.Tensor, Axis], Pending]
+) -> Callable[[], Operand]:
     """Start to gather an operand's rows, with their scales. Return a function that waits for the gathered operand."""
     gathering = gather(x.data, axis)
     scale = x.scale
@@ -93,7 +95,7 @@ def _gathered_gemm(
     axis = linears.axis
     linears.prepare_weights((weight,))
     if axis.overlap == "off":
-        return linears.forward(_start_gather(x, axis, all_gather)(), weight, bias)
+        return linears.forward(start_operand_gather(x, axis, all_gather)(), weight, bias)
     n = x.data.shape[0]  # rows of a rank
     y = like.new_empty((axis.size * n, *x.data.shape[1:-1], weight.shape[0]))
 
@@ -103,7 +105,7 @@ def _gathered_gemm(
     if axis.exchange is not None and can_exchange(axis, x.data.nbytes):
         _exchange_and_consume(x, axis, multiply, keep_own=False)
         return y
-    wait = _start_gather(x, axis, all_gather)
+    wait = start_operand_gather(x, axis, all_gather)
     local = slice(axis.rank * n, (axis.rank + 1) * n)
     linears.forward(x, weight, bias, y[local])  # this rank's shard needs no communication
     gathered = wait()
@@ -208,7 +210,7 @@ def _scattered_gradients(
     # Do this before the gather starts, since an all-reduce of the scale would wait for the gather.
     gradient = linears.prepare_gradient(dy, weight)
     has_exchange = axis.exchange is not None and can_exchange(axis, saved.data.nbytes)
-    wait = _start_gather(saved, axis, exchange_gather if has_exchange else all_gather)
+    wait = start_operand_gather(saved, axis, exchange_gather if has_exchange else all_gather)
     if axis.overlap == "off":
         wait()
     ready = axis.runtime.stream.record_event()  # from here on the weight's gradient may be computed
@@ -300,7 +302,7 @@ def _gathered_input_gradients(
         return shard, [linears.dgrad(shard, weight) for weight in weights]
     linears.prepare_weights(weights)
     if axis.exchange is None or not can_exchange(axis, shard.data.nbytes):
-        gathered = _start_gather(shard, axis, all_gather)()
+        gathered = start_operand_gather(shard, axis, all_gather)()
         gradient = linears.prepare_gathered_gradient(gathered)
         return linears.finish_gather(gathered), [linears.dgrad(gradient, weight) for weight in weights]
     n = dy.shape[0]

@@ -393,6 +393,7 @@ class Engine:
         for chunk in self.chunks:
             with self.runtime.kernels.as_current():
                 chunk.linears.check(chunk.collect_linear_weights(), token_count, self.device)
+                chunk.linears.check_experts(chunk.collect_expert_stacks(), self.device)
         if any(chunk.linears.collects_amax for chunk in self.chunks):
             self.runtime.kernels.amaxes = AmaxPool()
 

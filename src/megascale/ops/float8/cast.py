@@ -53,13 +53,13 @@ _BY_SCALE, _BY_AMAX, _BY_COLUMN_AMAX = 0, 1, 2
 
 
 @jit
-def _magnitude_bits(x):
+def magnitude_bits(x):
     """Return the bits of |x| as int32. They order like the floats, with NaN above infinity, so a maximum keeps NaN."""
     return tl.abs(x).to(tl.int32, bitcast=True)
 
 
 @jit
-def _compute_scale(
+def compute_scale(
     amax, previous, largest: tl.constexpr, margin: tl.constexpr, smallest: tl.constexpr, POWER_OF_2: tl.constexpr
 ):
     """Compute `scale_from_amax` within a kernel."""
@@ -73,7 +73,7 @@ def _compute_scale(
 
 
 @jit
-def _scale_and_clamp(x, inverse_scale, largest: tl.constexpr):
+def scale_and_clamp(x, inverse_scale, largest: tl.constexpr):
     """Return x * inverse_scale in float32, clamped to the format's range; NaN where x is not finite."""
     scaled = x * inverse_scale
     clamped = tl.minimum(tl.maximum(scaled, -largest), largest)
@@ -117,7 +117,7 @@ def _amax_kernel(
         row = start + tl.arange(0, BLOCK_R)
         inside = (row[:, None] < end_row) & (column[None, :] < width)
         x = tl.load(x_ptr + row[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0.0)
-        amax_bits = tl.maximum(amax_bits, _magnitude_bits(x.to(tl.float32)))
+        amax_bits = tl.maximum(amax_bits, magnitude_bits(x.to(tl.float32)))
     if PER_COLUMN:
         tl.atomic_max(amax_ptr + column, tl.max(amax_bits, 0), mask=column < width, sem="relaxed")
     else:
@@ -167,18 +167,18 @@ def _cast_kernel(
         previous = 1.0
         if HAS_PREVIOUS:
             previous = tl.load(previous_ptr)
-        scale = _compute_scale(tl.load(source_ptr), previous, LARGEST, MARGIN, SMALLEST, POWER_OF_2)
+        scale = compute_scale(tl.load(source_ptr), previous, LARGEST, MARGIN, SMALLEST, POWER_OF_2)
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             tl.store(scale_ptr, scale)
         inverse_scale = tl.math.div_rn(1.0, scale)
     else:
-        scale = _compute_scale(
+        scale = compute_scale(
             tl.load(source_ptr + column, mask=column < width, other=0.0), 1.0, LARGEST, MARGIN, SMALLEST, POWER_OF_2
         )
         if tl.program_id(1) == 0:
             tl.store(scale_ptr + column, scale, mask=column < width)
         inverse_scale = tl.math.div_rn(1.0, scale)[None, :]
-    q = _scale_and_clamp(x, inverse_scale, LARGEST)
+    q = scale_and_clamp(x, inverse_scale, LARGEST)
     if HAS_ROWS:
         q_rows = q.to(rows_ptr.dtype.element_ty)
         tl.store(rows_ptr + row[:, None].to(tl.int64) * width + column[None, :], q_rows, mask=inside)
@@ -187,7 +187,7 @@ def _cast_kernel(
         target = columns_ptr + column[:, None].to(tl.int64) * row_count + row[None, :]
         tl.store(target, q_columns, mask=(column[:, None] < width) & (row[None, :] < row_count))
     if AMAX:
-        amax_bits = tl.max(_magnitude_bits(x))
+        amax_bits = tl.max(magnitude_bits(x))
         # Skip the atomic if the stored amax is larger. A stale value is safe to compare with, because the amax only
         # grows.
         tl.atomic_max(amax_ptr, amax_bits, mask=amax_bits > tl.load(amax_ptr), sem="relaxed")
@@ -205,7 +205,7 @@ def _row_amax(row_ptr, width, BLOCK: tl.constexpr):
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(row_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-        amax_bits = tl.maximum(amax_bits, _magnitude_bits(x))
+        amax_bits = tl.maximum(amax_bits, magnitude_bits(x))
     return tl.max(amax_bits, 0).to(tl.float32, bitcast=True)
 
 
@@ -241,7 +241,7 @@ def _cast_rows_kernel(
         amax = tl.load(amax_ptr + row)
     else:
         amax = _row_amax(x_ptr + row * stride, width, BLOCK)
-    scale = _compute_scale(amax, EMPTY_SCALE, LARGEST, MARGIN, SMALLEST, POWER_OF_2)
+    scale = compute_scale(amax, EMPTY_SCALE, LARGEST, MARGIN, SMALLEST, POWER_OF_2)
     tl.store(scale_ptr + row, scale)
     inverse_scale = tl.math.div_rn(1.0, scale)
     # The number of clipped elements is in the upper 16 bits, and that of flushed elements in the lower.
@@ -249,7 +249,7 @@ def _cast_rows_kernel(
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
-        q = _scale_and_clamp(x, inverse_scale, LARGEST)
+        q = scale_and_clamp(x, inverse_scale, LARGEST)
         tl.store(rows_ptr + row * width + column, q.to(rows_ptr.dtype.element_ty), mask=column < width)
         if COUNT:
             clipped, flushed = _find_clipped_and_flushed(x, inverse_scale, CLIPPED, FLUSHED)
@@ -262,7 +262,7 @@ def _cast_rows_kernel(
 def _shard_amaxes_kernel(flat_ptr, tile_ptr, amax_ptr, TILE: tl.constexpr):
     """Raise the amax of a tile's matrix to the largest magnitude of the tile."""
     base, low, high, _, matrix = read_tile(tile_ptr)
-    amax_bits = tl.max(_magnitude_bits(load_any_tile(flat_ptr + base, low, high, TILE)), 0)
+    amax_bits = tl.max(magnitude_bits(load_any_tile(flat_ptr + base, low, high, TILE)), 0)
     # Skip the atomic as in `_cast_kernel`.
     tl.atomic_max(amax_ptr + matrix, amax_bits, mask=amax_bits > tl.load(amax_ptr + matrix), sem="relaxed")
 
@@ -274,7 +274,7 @@ def _shard_scales_kernel(
     # Scales are 4 numbers apart (SCALE_STRIDE).
     matrix = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.load(amax_ptr + matrix, mask=matrix < count, other=0.0)
-    tl.store(scale_ptr + matrix * 4, _compute_scale(amax, 1.0, LARGEST, 1.0, SMALLEST, False), mask=matrix < count)
+    tl.store(scale_ptr + matrix * 4, compute_scale(amax, 1.0, LARGEST, 1.0, SMALLEST, False), mask=matrix < count)
 
 
 @jit
@@ -283,10 +283,10 @@ def _cast_shard_kernel(flat_ptr, tile_ptr, scale_ptr, out_ptr, LARGEST: tl.const
     offset = tl.arange(0, TILE)
     inverse_scale = tl.math.div_rn(1.0, tl.load(scale_ptr + matrix * 4))
     if (low == 0) & (high == TILE):
-        q = _scale_and_clamp(load_tile(flat_ptr + base, offset, low, high, True), inverse_scale, LARGEST)
+        q = scale_and_clamp(load_tile(flat_ptr + base, offset, low, high, True), inverse_scale, LARGEST)
         store_tile(out_ptr + base, offset, q.to(out_ptr.dtype.element_ty), low, high, True)
     else:
-        q = _scale_and_clamp(load_tile(flat_ptr + base, offset, low, high, False), inverse_scale, LARGEST)
+        q = scale_and_clamp(load_tile(flat_ptr + base, offset, low, high, False), inverse_scale, LARGEST)
         store_tile(out_ptr + base, offset, q.to(out_ptr.dtype.element_ty), low, high, False)
 
 

@@ -64,6 +64,18 @@ class Float8:
     columns: Tensor | None
     columns_scale: Tensor | None
 
+    def require_rows(self) -> tuple[Tensor, Tensor]:
+        """Return `rows` and `rows_scale`, which must have been requested."""
+        assert self.rows is not None
+        assert self.rows_scale is not None
+        return self.rows, self.rows_scale
+
+    def require_columns(self) -> tuple[Tensor, Tensor]:
+        """Return `columns` and `columns_scale`, which must have been requested."""
+        assert self.columns is not None
+        assert self.columns_scale is not None
+        return self.columns, self.columns_scale
+
 
 def allocate_scales(count: int, device: torch.device | str = "cpu", value: float = 1.0) -> Tensor:
     """Allocate `count` scales (or amaxes), float32 [count], each aligned to 16 bytes.
