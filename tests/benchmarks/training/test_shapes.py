@@ -113,12 +113,20 @@ def test_a_shape_that_fails_on_one_rank_has_its_reason_and_the_next_follows(tmp_
 
 
 def test_each_shape_can_have_processes_of_its_own(benchmarks, tmp_path):
-    file = write_shapes(tmp_path, 'name = "first"\narguments = ["tiny"]', 'name = "second"\narguments = ["tiny"]')
-    result = benchmarks("shapes", file, "--nproc=1", "--device=cpu", "--fresh", "--out", tmp_path / "rows.json")
+    """A shape of which less than half of the time limit remains does not begin."""
+    file = write_shapes(
+        tmp_path,
+        'name = "first"\narguments = ["tiny"]',
+        'name = "long"\narguments = ["tiny"]\nseconds = 900',
+        'name = "second"\narguments = ["tiny"]',
+    )
+    out = tmp_path / "rows.json"
+    result = benchmarks("shapes", file, "--nproc=1", "--device=cpu", "--fresh", "--minutes=5", "--out", out)
     assert result.returncode == 0, result.stderr
-    rows = read_rows(tmp_path / "rows.json")
-    assert [row["shape"] for row in rows] == ["first", "second"]
-    assert [row["earlier_shapes"] for row in rows] == [0, 0]
+    rows = read_rows(out)
+    assert [row["shape"] for row in rows] == ["first", "long", "second"]
+    assert [row["earlier_shapes"] for row in rows if "failed" not in row] == [0, 0]
+    assert rows[1]["failed"] == "not begun: less than 450 s of --minutes remained"
 
 
 def test_a_shape_that_takes_too_long_ends_and_the_next_follows(benchmarks, tmp_path):
