@@ -2,7 +2,7 @@
 
 A rank creates its groups in the order of the plan (`group_plan`). Only the members of a group synchronise, and there is
 no global barrier. One timed transfer warms up each communicator, so that the first training step does not pay for
-connections. The start-up line reports the times.
+connections. The start-up line reports the times. Communicators of NCCL may be made at the same time, in threads.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from megascale.core.grid import Coordinate, Grid
 from megascale.errors import TrainingError
 from megascale.rendezvous.abort import GroupAbort
 from megascale.rendezvous.agree import format_ranks
+from megascale.rendezvous.concurrent_calls import call_concurrently
 from megascale.rendezvous.group_plan import DIRECTIONS, GroupSpec, plan_rank_groups
 from megascale.rendezvous.group_sockets import cut_connections
 from megascale.rendezvous.stores import ExternalStore, StoreFault
@@ -97,6 +99,7 @@ def make_groups(
     max_channels: Mapping[str, int | None] | None = None,
     late_kinds: Collection[str] = (),
     name_suffix: str = "",
+    concurrent_call: Callable[[], None] | None = None,
 ) -> Groups:
     """Make the groups of this rank and warm them up.
 
@@ -113,6 +116,9 @@ def make_groups(
             communicators in their first call.
         name_suffix: end of the groups' names in torch. torch's symmetric memory caches ranks and store by this name, so
             a process that makes groups again needs another suffix.
+        concurrent_call: runs in a thread while NCCL makes the communicators of all groups at the same time. It may use
+            the default group, whose kernels are the only ones meanwhile. If None, communicators are made one after the
+            other.
 
     Raises:
         TrainingError: a member did not come within `timeout`, or ended. The message names the group's ranks.
@@ -130,11 +136,20 @@ def make_groups(
                 device,
                 timeout=timeout,
                 max_channels=channel_limits.get(spec.kind),
-                is_late=spec.kind in late_kinds,
+                is_connected_later=concurrent_call is not None or spec.kind in late_kinds,
                 name_suffix=name_suffix,
             )
         new_groups.append(new_group)
     groups.timings["groups"] = time.perf_counter() - start
+    if concurrent_call is not None:
+        start = time.perf_counter()
+        calls = {"world": concurrent_call}
+        if device.type == "cuda":
+            for spec, group in zip(specs, new_groups, strict=True):
+                if spec.kind not in late_kinds:
+                    calls[spec.name] = partial(_connect_group, spec, group, rank, device=device, timeout=timeout)
+        call_concurrently(calls)
+        groups.timings["connections"] = time.perf_counter() - start
     for spec, group in zip(specs, new_groups, strict=True):
         if spec.kind in late_kinds:
             _store_group(groups, spec, group)
@@ -204,14 +219,15 @@ def _make_group(
     *,
     timeout: timedelta,
     max_channels: int | None,
-    is_late: bool,
+    is_connected_later: bool,
     name_suffix: str,
 ) -> dist.ProcessGroup:
     """Return a group of `spec.ranks`, which only these ranks must call.
 
-    On CUDA the group is bound to the device, so that NCCL makes the communicator at once. If `is_late`, NCCL makes it
-    in the first call. The default group is not bound to the device: torch would then split each new communicator from
-    the default group's, and every rank of the world would have to take part.
+    On CUDA the group is bound to the device, so that NCCL makes the communicator at once. If `is_connected_later`, the
+    caller makes it (`_connect_group`), or NCCL in the first call. The default group is not bound to the device: torch
+    would then split each new communicator from the default group's, and every rank of the world would have to take
+    part.
     """
     is_cuda = device.type == "cuda"
     options = None
@@ -225,10 +241,18 @@ def _make_group(
             use_local_synchronization=True,
             pg_options=options,
             group_desc=spec.kind,
-            device_id=device if is_cuda and not is_late else None,
+            device_id=device if is_cuda and not is_connected_later else None,
         )
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def _connect_group(
+    spec: GroupSpec, group: dist.ProcessGroup, rank: int, *, device: torch.device, timeout: timedelta
+) -> None:
+    """Make the communicator of a group. Its members must call this function; other threads may connect other groups."""
+    with _explain_failure(spec, rank, timeout):
+        torch_private.connect_nccl(group, device)
 
 
 def _warm_group(spec: GroupSpec, group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
