@@ -106,6 +106,23 @@ def test_all_ranks_connect_for_the_exchange_of_state_while_groups_are_made(ranks
         assert any("all_to_all" in name for name in observed["calls"]) == exchanges_state
 
 
+def record_warm_calls(rank: int, world: int, overrides: list[str]) -> list[str]:
+    """Start, and return the names of the calls that warmed up the groups."""
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
+    groups = start(rank, world, overrides)
+    records = json.loads(torch_private.dump_flight_recorder())["entries"]
+    shutdown(groups)
+    return [record["profiling_name"] for record in records]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_groups_of_sharded_state_are_warmed_by_the_collectives_of_a_step(ranks, zero):
+    ranks.start(record_warm_calls, range(2), 2, [f"parallel.zero={zero}", "parallel.data=2"])
+    for calls in ranks.results(2).values():
+        # gloo reduces and scatters by an all-reduce. The last call is the one of all ranks.
+        assert calls == (["gloo:all_gather"] if zero else ["gloo:all_reduce"]) + ["gloo:all_reduce"] * 2
+
+
 def connect_and_die(rank: int, world: int) -> None:
     """Start with connections at the same time. Rank 1 ends while it connects."""
     if rank == 1:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,10 @@ from megascale.rendezvous.group_sockets import cut_connections
 from megascale.rendezvous.stores import ExternalStore, StoreFault
 
 log = logging.getLogger(__name__)
+WarmCall = Literal["all_reduce", "all_gather", "reduce_scatter"]
+# Names of torch 2.13, and of earlier releases.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 FAILED_KEYS_SECONDS = 60.0  # lifetime of the keys of a failed run, so that every rank can read the reason
 _ABORT_SECONDS = 30.0  # limit for the abort of communicators
 _LEAVE_SECONDS = 10.0  # limit for waits for the other ranks or for the store at the end of a run
@@ -98,6 +103,7 @@ def make_groups(
     store: dist.Store | None = None,
     max_channels: Mapping[str, int | None] | None = None,
     late_kinds: Collection[str] = (),
+    warm_calls: Mapping[str, WarmCall] | None = None,
     name_suffix: str = "",
     concurrent_call: Callable[[], None] | None = None,
 ) -> Groups:
@@ -114,6 +120,8 @@ def make_groups(
         max_channels: largest number of NCCL channels by kind of group. For None or a missing kind, NCCL chooses.
         late_kinds: kinds of groups that the job may never use. They are not warmed up, and NCCL makes their
             communicators in their first call.
+        warm_calls: collective that warms up a group, by kind of group; for a missing kind an all-reduce. NCCL connects
+            ranks for one algorithm at its first use. A small all-reduce may use another one than a step's collectives.
         name_suffix: end of the groups' names in torch. torch's symmetric memory caches ranks and store by this name, so
             a process that makes groups again needs another suffix.
         concurrent_call: runs in a thread while NCCL makes the communicators of all groups at the same time. It may use
@@ -156,7 +164,7 @@ def make_groups(
             continue
         start = time.perf_counter()
         with _explain_failure(spec, rank, timeout):
-            _warm_group(spec, group, rank, device)
+            _warm_group(spec, group, rank, device=device, call=(warm_calls or {}).get(spec.kind, "all_reduce"))
         if spec.kind in DIRECTIONS:
             phase = "warm P2P channels"
         else:
@@ -255,20 +263,30 @@ def _connect_group(
         torch_private.connect_nccl(group, device)
 
 
-def _warm_group(spec: GroupSpec, group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
-    """Run one transfer of the kind for which the group is used.
+def _warm_group(spec: GroupSpec, group: dist.ProcessGroup, rank: int, *, device: torch.device, call: WarmCall) -> None:
+    """Run one transfer of the kind for which the group is used, for a group other than a P2P channel `call`.
 
     NCCL connects point-to-point and collective channels separately.
     """
     token = torch.ones(1, device=device)
     if spec.kind not in DIRECTIONS:
-        dist.all_reduce(token, group=group)
+        _warm_collective(token, len(spec.ranks), group, call=call)
     elif rank == spec.ranks[0]:
         dist.send(token, spec.ranks[1], group=group)
     else:
         dist.recv(token, spec.ranks[0], group=group)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _warm_collective(token: torch.Tensor, size: int, group: dist.ProcessGroup, *, call: WarmCall) -> None:
+    """Run a collective of a group of `size` ranks with one element (`token`) per rank."""
+    if call == "all_gather":
+        _all_gather(token.new_empty(size), token, group=group)
+    elif call == "reduce_scatter":
+        _reduce_scatter(token, token.new_ones(size), group=group)
+    else:
+        dist.all_reduce(token, group=group)
 
 
 def abort(groups: Groups) -> None:

@@ -29,7 +29,7 @@ from megascale.errors import ConfigError, FitError, MegascaleError, TrainingErro
 from megascale.rendezvous.agree import agree, wait_for_readers
 from megascale.rendezvous.group_plan import DIRECTIONS, STATE_KINDS
 from megascale.rendezvous.group_sockets import list_new_sockets, list_sockets
-from megascale.rendezvous.groups import FAILED_KEYS_SECONDS, Groups, describe_lost_peer, make_groups
+from megascale.rendezvous.groups import FAILED_KEYS_SECONDS, Groups, WarmCall, describe_lost_peer, make_groups
 from megascale.rendezvous.restarts import is_under_torchrun, open_start
 from megascale.rendezvous.stores import (
     ExternalStore,
@@ -95,6 +95,9 @@ def initialise(
     settings = config.rendezvous
     # Other optimizers than those that communicate may never use these groups, which are then not warmed up.
     late_kinds: Collection[str] = STATE_KINDS
+    warm_calls: Mapping[str, WarmCall] = {}
+    if config.parallel.zero:
+        warm_calls = {"data_gather": "all_gather", "data_reduce": "reduce_scatter"}
     if OPTIMIZERS[config.optimizer.name].communicates:
         late_kinds = ()
     store = _meet_ranks(
@@ -128,6 +131,7 @@ def initialise(
             store=dist.PrefixStore("job", store),
             max_channels=_choose_max_channels(config.overlap),
             late_kinds=late_kinds,
+            warm_calls=warm_calls,
             name_suffix=name_suffix,
             concurrent_call=concurrent_call,
         )
