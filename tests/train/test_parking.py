@@ -97,12 +97,12 @@ def _agree_and_die(rank: int, port: int) -> None:
 _CONCURRENT = "rendezvous.concurrent_connections=true"
 
 
-def _agree_and_hang(rank: int, port: int, has_come: Any) -> None:
+def _agree_and_hang(rank: int, port: int, is_connecting: Any) -> None:
     """Make the groups with the other rank, and hang while ranks connect."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
 
-    def hang(*arguments: Any) -> None:
-        has_come.set()
+    def hang(device: torch.device, connects_pairs: bool) -> None:
+        is_connecting.set()
         threading.Event().wait()
 
     start_job._connect_default_group = hang
@@ -126,10 +126,10 @@ def test_a_rank_leaves_a_start_in_which_a_peer_is_missing(case: str) -> None:
             peer.join(LIMIT)
             assert peer.exitcode == 9
         if case == "a peer that hangs":
-            has_come = context.Event()
-            peers.append(context.Process(target=_agree_and_hang, args=(1, port, has_come)))
+            is_connecting = context.Event()
+            peers.append(context.Process(target=_agree_and_hang, args=(1, port, is_connecting)))
             peers[0].start()
-            assert has_come.wait(LIMIT)
+            assert is_connecting.wait(LIMIT)
         ordered = time.monotonic()
         must_leave.set()
         assert results.get(timeout=LIMIT) == ("LeaveAttempt", True, "", False)

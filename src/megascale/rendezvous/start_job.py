@@ -51,7 +51,7 @@ _MAX_GLOO_MESH_RANKS = 256
 _MIN_WAIT_SECONDS = 0.1
 # Maximum NCCL channels of the default group, which sums small values and exchanges the state of a load. NCCL connects
 # two ranks once per channel and direction at their first exchange: 1.15 s for four ranks without a limit (dev/log.md).
-_WORLD_CHANNELS = 8
+_WORLD_CHANNELS = 4
 # Up to this number of ranks, all pairs connect for the exchange of state before it is needed. In larger jobs a rank
 # exchanges with few others.
 _MAX_CONNECTED_RANKS = 16
