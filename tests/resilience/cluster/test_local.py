@@ -58,7 +58,7 @@ def test_a_node_without_a_free_gpu_gets_none(tmp_path: Path, monkeypatch: pytest
 def test_agents_that_start_together_get_different_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPUs of the first agent are recorded in a thread, while the second agent may already choose."""
     cluster = LocalCluster(ClusterRequest(tmp_path, Config(), (("0",), ("1",))))
-    monkeypatch.setattr(local, "module_command", lambda *arguments: ["sleep", "60"])
+    monkeypatch.setattr(local, "module_command", lambda *arguments: ["sh", "-c", "exec sleep 60"])
     monkeypatch.setattr(cluster, "_write_job", lambda name: cluster.folder / name)
     names = ("n5", "n6")
     for name in names:
