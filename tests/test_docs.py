@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megascale.config.registry import PLUGIN_GROUP
+from tests.observe.dashboard.conftest import BROWSERS
 
 ROOT = Path(__file__).parents[1]
 BASES = (ROOT, ROOT / "src" / "megascale", ROOT / "docs")
@@ -106,7 +107,7 @@ def test_the_search_knows_synonyms_and_leaves_out_lists_of_tests(site):
 @pytest.mark.xdist_group("browser")
 def test_pages_fit_their_windows_and_the_search_answers(site):
     playwright = pytest.importorskip("playwright.sync_api")
-    program = shutil.which("chromium") or shutil.which("google-chrome")
+    program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
         pytest.skip("no chromium")
     with playwright.sync_playwright() as started:

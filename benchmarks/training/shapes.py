@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from benchmarks.harness.rank_series import Item, RankSeries
     from megascale.config import Config
 
-DEADLINE_VARIABLE = "MEGASCALE_BENCH_DEADLINE"  # seconds since 1970 at which no further shape begins
+DEADLINE_VARIABLE = "MEGASCALE_BENCH_DEADLINE"  # Unix time in seconds at which the running shape ends
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,11 @@ def shapes(
     ),
     only: list[str] = typer.Option([], help="Name of a shape; may be repeated. \\[default: all]"),
     device: str | None = typer.Option(None, help="Override of train.device, such as cpu."),
-    minutes: float | None = typer.Option(None, min=0.1, help="Time after which no further shape begins."),
+    minutes: float | None = typer.Option(
+        None,
+        min=0.1,
+        help="Time after which the running shape ends. A shape begins only if half of its own limit remains.",
+    ),
     fresh: bool = typer.Option(
         False, "--fresh", help="Start new processes for each shape, so that no shape is affected by earlier ones."
     ),
@@ -210,14 +214,14 @@ def run_tasks(
     rows = RowFile(out)
     for number in series.items:
         task = tasks[number]
-        if series.decide(number, read_remaining_seconds() > 0):
+        if series.decide(number, read_remaining_seconds() > task.seconds / 2):
             row = measure_task(
                 series, number, task, device=device, gemm_seconds=gemm_seconds, profile_folder=profile_folder
             )
             row["earlier_shapes"] = number - series.items[0]
             row["threads"] = count_threads()
         else:
-            row = task.key | {"failed": "not begun: the time of --minutes is over"}
+            row = task.key | {"failed": f"not begun: less than {task.seconds / 2:.0f} s of --minutes remained"}
         if rank == 0:
             rows.add(row)
             print(describe_row(row), flush=True)
@@ -234,7 +238,7 @@ def count_threads() -> int:
 
 
 def read_remaining_seconds() -> float:
-    """Return the seconds in which another shape may begin."""
+    """Return the seconds until the time of --minutes is over; infinity without it."""
     return float(os.environ.get(DEADLINE_VARIABLE, "inf")) - time.time()
 
 

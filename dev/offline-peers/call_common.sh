@@ -16,7 +16,7 @@ run_call() {
   cat $OUT/peer.log
   echo "peer installed after $SECONDS s"
   left=$((total - SECONDS - 10))
-  PYTHONPATH=$PYTHONPATH:/tmp/peer/site CUDA_DEVICE_MAX_CONNECTIONS=8 timeout -k 10 $left python3 -m benchmarks shapes \
+  PYTHONPATH=$PWD/src:$PWD:/tmp/site:/tmp/peer/site CUDA_DEVICE_MAX_CONNECTIONS=8 timeout -k 10 $left python3 -m benchmarks shapes \
     $shapes --nproc 4 --trainer megatron-core --minutes $(python3 -c "print(max(0.2, ($left - 25) / 60))") \
     --gemm-seconds 1 $FRESH "${PEER_OPTIONS[@]}" --out $OUT/peer.json
   echo "peer ended after $SECONDS s"

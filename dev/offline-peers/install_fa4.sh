@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
-# FlashAttention-4 and cuDNN's frontend into /tmp/fa4/site, from the repository root; prints what to add to PYTHONPATH.
-# bash .fa4b/install_fa4.sh; with `library` it unpacks .fa4/a.so.xz only (the rest may not be there yet).
+# FlashAttention-4 and cuDNN's frontend into /tmp/fa4/site, from the repository root, from what is there of .fa4 and .fa4b:
+# bash dev/offline-peers/install_fa4.sh. With limits on the size of a copy: once with .fa4, once with .fa4b and .whl.
 set -e
 site=/tmp/fa4/site
 packages=$site/nvidia_cutlass_dsl/dsl_packages
 libraries=$packages/cutlass/_mlir/_mlir_libs
-mkdir -p $libraries $site/nvidia_cutlass_dsl/cu13/lib
 library=$libraries/_cutlass_ir.cu13.cpython-312-x86_64-linux-gnu.so
-if [ -e .fa4/a.so.xz ] && [ ! -e $library ]; then
+mkdir -p $libraries $site/nvidia_cutlass_dsl/cu13/lib
+if [ -e .fa4/a.so.xz ]; then
   xz -T0 -dc .fa4/a.so.xz >$library.part
   mv $library.part $library
 fi
-if [ "$1" != library ]; then
+if [ -e .fa4b/fa4_site.tar.xz ]; then
   tar -xJf .fa4b/fa4_site.tar.xz -C /tmp/fa4
   xz -dc .fa4b/fa4_runtime.so.xz >$site/nvidia_cutlass_dsl/cu13/lib/libcute_dsl_runtime.so
-  PYTHONPATH=$PYTHONPATH:$site:$packages python3 -c "import flash_attn.cute, cudnn; print('cudnn', cudnn.__version__)" >&2
-  echo $site:$packages
+fi
+if [ -e $library ] && [ -e $site/flash_attn ]; then
+  PYTHONPATH=$PYTHONPATH:$site:$packages python3 -c "import flash_attn.cute, cudnn; print('cudnn', cudnn.__version__)"
+  touch /tmp/fa4/ready
 fi

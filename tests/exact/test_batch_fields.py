@@ -20,7 +20,7 @@ from megascale.train.engine import Engine
 from tests.exact import training
 from tests.exact.cases import SMALL, TWO_LAYERS, Case, case, cases
 from tests.exact.compare import assert_equal
-from tests.exact.training import FEW_STEPS, STEPS, RankReport, make_engine, observe, run_step, state_of, train
+from tests.exact.training import FEW_STEPS, RankReport, make_engine, observe, run_step, state_of, train
 from tests.extend import parts, test_own_axis
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -41,16 +41,16 @@ LAYOUTS = {
 }
 
 
-def check(case: Case, fields: SampleFields, pool, steps: int = FEW_STEPS) -> None:
+def check(case: Case, fields: SampleFields, pool) -> None:
     """Compare a layout with one process, both on samples with `fields`."""
-    [expected] = pool.run(train, 1, case.twin, steps, nullcontext, fields)
-    report = pool.run(train, case.world, case.tree, steps, nullcontext, fields)
+    [expected] = pool.run(train, 1, case.twin, FEW_STEPS, nullcontext, fields)
+    report = pool.run(train, case.world, case.tree, FEW_STEPS, nullcontext, fields)
     assert_equal(expected, report, from_tree(case.tree).model)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_unequal_weights_over_ranks_and_micro_batches(name: str, pool) -> None:
-    check(LAYOUTS[name], WEIGHTED, pool, STEPS)
+    check(LAYOUTS[name], WEIGHTED, pool)
 
 
 def test_any_layout(pool) -> None:

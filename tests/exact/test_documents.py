@@ -20,7 +20,7 @@ from megascale.train.evaluation import evaluate_file
 from tests.data.sample_sources import write_documents
 from tests.exact.cases import SMALL, TWO_LAYERS, Case, case, cases
 from tests.exact.compare import assert_equal
-from tests.exact.training import FEW_STEPS, STEPS, make_engine, train
+from tests.exact.training import FEW_STEPS, make_engine, train
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -43,16 +43,16 @@ LAYOUTS = {
 }
 
 
-def check(layout: Case, pool: Any, steps: int = FEW_STEPS) -> None:
+def check(layout: Case, pool: Any) -> None:
     """Compare a layout with one process, both on samples with documents of unequal numbers of counted tokens."""
-    [expected] = pool.run(train, 1, layout.twin, steps, nullcontext, DOCUMENTS)
-    report = pool.run(train, layout.world, layout.tree, steps, nullcontext, DOCUMENTS)
+    [expected] = pool.run(train, 1, layout.twin, FEW_STEPS, nullcontext, DOCUMENTS)
+    report = pool.run(train, layout.world, layout.tree, FEW_STEPS, nullcontext, DOCUMENTS)
     assert_equal(expected, report, from_tree(layout.tree).model)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(name: str, pool: Any) -> None:
-    check(LAYOUTS[name], pool, STEPS)
+    check(LAYOUTS[name], pool)
 
 
 def test_any_layout(pool: Any) -> None:

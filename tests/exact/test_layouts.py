@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 
 from megascale.config import from_tree
+from megascale.core.batch import NO_FIELDS
 from tests.exact.cases import HARD, Case, cases
 from tests.exact.compare import assert_equal
 from tests.exact.training import FEW_STEPS, STEPS, late_gemms, train
@@ -24,7 +25,8 @@ PARTS = 4
 
 def check(case: Case, pool, one_process, steps: int, late: bool = False) -> None:
     config = from_tree(case.tree)
-    result = pool.run(train, case.world, case.tree, steps, late_gemms if late else nullcontext)
+    fault = late_gemms if late else nullcontext
+    result = pool.run(train, case.world, case.tree, steps, fault, NO_FIELDS, True)
     assert_equal(one_process(case.twin, steps), result, config.model)
 
 

@@ -25,11 +25,12 @@ from megascale.parallel.collectives import Axis, Pending
 from megascale.parallel.parameters import ParameterSpec
 from megascale.parallel.vocabulary import vocabulary_loss
 from megascale.train import expert_balance
+from tests.exact import kept_groups
 from tests.exact.cases import case
 from tests.exact.compare import TOLERANCE, assert_equal, differences
 from tests.exact.pool import JobFailed
 from tests.exact.test_experts import BALANCED, ROUTED, SINKS, data_case, experts_case
-from tests.exact.training import Late, late_gemms, train
+from tests.exact.training import Late, late_gemms, make_engine, train
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -271,6 +272,7 @@ def test_a_bug_is_found(name, pool, one_process):
     model, reference = from_tree(case.tree).model, one_process(case.twin, 1)
     assert_equal(reference, pool.run(train, case.world, case.tree, 1), model)
     broken = pool.run(train, case.world, case.tree, 1, fault)
+    pool.renew_groups()
     result = differences(reference, broken, model)
     assert result[wrong] > 1e-6
     assert right is None or result[right] <= TOLERANCE
@@ -324,7 +326,31 @@ def test_a_job_that_fails_does_not_touch_the_next(job, story, pool):
 
 
 def test_workers_serve_many_jobs(pool):
-    pool.run(_sum, 4)
+    for world in (8, 2, 4):
+        pool.run(_sum, world)
     before = pool.started
     assert [pool.run(_sum, n) for n in (2, 4, 3)] == [[1] * 2, [6] * 4, [3] * 3]
     assert pool.started == before
+
+
+def _count_kept_groups(rank: int, world: int, tree: dict[str, Any]) -> int:
+    """Return how many sets of groups this process keeps after two engines were made."""
+    for _ in range(2):
+        make_engine(rank, world, tree)
+    return len(kept_groups._sets)
+
+
+def _replace_groups(rank: int, world: int) -> None:
+    dist.destroy_process_group()
+
+
+def test_jobs_of_one_grid_use_the_same_groups(pool):
+    tree = case(1, 1, 2, microbatches=1, model={"layers": 1}).tree
+    other = case(2, microbatches=1, model={"layers": 1}).tree
+    pool.renew_groups()
+    # The engines of one job share no groups.
+    assert pool.run(_count_kept_groups, 2, tree) == [2, 2]
+    assert pool.run(_count_kept_groups, 2, tree) == [2, 2]
+    assert pool.run(_count_kept_groups, 2, other) == [4, 4]
+    pool.run(_replace_groups, 2)
+    assert pool.run(_count_kept_groups, 2, tree) == [2, 2]

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -23,8 +22,8 @@ from megascale.data.dataset.sample_fields import restart_positions
 from megascale.ops import side_stream
 from megascale.optim.learning_rate import compute_learning_rate
 from megascale.parallel.buffers import split_extent
-from megascale.rendezvous.groups import make_groups
 from megascale.train.engine import Engine
+from tests.exact import kept_groups
 
 STEPS = 3
 # The second has what the first leaves: moments, weights that moved, gradients to overwrite, a gather that was begun.
@@ -94,10 +93,17 @@ def train(
     steps: int = STEPS,
     fault: Callable[[], Any] = nullcontext,
     fields: SampleFields = NO_FIELDS,
+    loads_kernels: bool = False,
 ) -> RankReport:
-    """Train `steps` steps of the configuration `tree` as `rank` of `world`, under the context manager fault()."""
+    """Train `steps` steps of the configuration `tree` as `rank` of `world`, under the context manager fault().
+
+    Args:
+        loads_kernels: whether a pipeline loads its kernels first, as it does on GPUs; the training must not change.
+    """
     with fault():
         engine = make_engine(rank, world, tree, fields)
+        if loads_kernels and engine.layout.grid.pipeline > 1:
+            engine.load_kernels()
         report = RankReport()
         observe(engine, report)
         for step in range(1, steps + 1):
@@ -112,17 +118,8 @@ def make_engine(rank: int, world: int, tree: dict[str, Any], fields: SampleField
     layout = lay_out(config, world)
     groups = None
     if world > 1:
-        groups = make_groups(
-            layout.grid,
-            rank,
-            chunk_map=layout.chunk_map,
-            tied=config.model.tied_embeddings,
-            timeout=timedelta(seconds=100),
-        )
-    engine = Engine(layout, groups, torch.device("cpu"), fields=fields)
-    if layout.grid.pipeline > 1:
-        engine.load_kernels()  # as it does by itself on GPUs: what is trained knows nothing of it
-    return engine
+        groups = kept_groups.get_groups(layout, rank, config.model.tied_embeddings)
+    return Engine(layout, groups, torch.device("cpu"), fields=fields)
 
 
 def observe(engine: Engine, report: RankReport) -> None:

@@ -11,16 +11,18 @@ import pytest
 
 from megascale.cli.main import main
 from megascale.config import load
-from tests.chaos.foreign.job import ForeignJob
+from tests.chaos.foreign.job import DDP_PATTERN, TRAINERS, ForeignJob, Trainer
 from tests.forked import popen
 
 STEPS = 90  # some seconds, in which a rank can be killed
+PLAIN = Trainer(str(Path(__file__).with_name("plain_trainer.py")), settings=(DDP_PATTERN,))
 
 
 @pytest.fixture
-def launch_foreign(tmp_path: Path) -> Iterator:
+def launch_foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator:
     """Launch jobs whose driver and agents are forked; the trainer's processes are new ones."""
     pytest.importorskip("fastapi")
+    monkeypatch.setitem(TRAINERS, "plain", PLAIN)
     jobs = []
 
     def begin(fault: str, rank: int) -> ForeignJob:
@@ -28,7 +30,7 @@ def launch_foreign(tmp_path: Path) -> Iterator:
             return begin_forked(fault, rank)
 
     def begin_forked(fault: str, rank: int) -> ForeignJob:
-        jobs.append(ForeignJob(tmp_path, "ddp", fault, rank, steps=STEPS, nodes=2))
+        jobs.append(ForeignJob(tmp_path, "plain", fault, rank, steps=STEPS, nodes=2))
         return jobs[-1]
 
     yield begin

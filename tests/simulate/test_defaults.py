@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shlex
@@ -22,8 +23,9 @@ from megascale.simulate.planner.layout_cost import make_plan
 from megascale.simulate.render import split_constant_columns
 
 
+@functools.cache
 def invoke(line: str, code: int = 0, width: int = 100) -> str:
-    """Run a command line in this process and return its output. The exit code must be `code`."""
+    """Run a command line in this process, once, and return its output. The exit code must be `code`."""
     result = CliRunner().invoke(app, shlex.split(line), env={"COLUMNS": str(width)})
     assert result.exit_code == code, (result.output, result.exception)
     return result.output

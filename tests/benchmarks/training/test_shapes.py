@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from benchmarks.training.shapes import list_tasks
 from megascale.errors import ConfigError
 from tests.forked import BENCHMARKS, Forked
 
-ROOT = Path(__file__).parents[3]
 DEFAULTS = """
 [defaults]
 steps = 2
@@ -113,24 +113,32 @@ def test_a_shape_that_fails_on_one_rank_has_its_reason_and_the_next_follows(tmp_
 
 
 def test_each_shape_can_have_processes_of_its_own(benchmarks, tmp_path):
-    file = write_shapes(tmp_path, 'name = "first"\narguments = ["tiny"]', 'name = "second"\narguments = ["tiny"]')
-    result = benchmarks("shapes", file, "--nproc=1", "--device=cpu", "--fresh", "--out", tmp_path / "rows.json")
+    """A shape of which less than half of the time limit remains does not begin."""
+    file = write_shapes(
+        tmp_path,
+        'name = "first"\narguments = ["tiny"]',
+        'name = "long"\narguments = ["tiny"]\nseconds = 900',
+        'name = "second"\narguments = ["tiny"]',
+    )
+    out = tmp_path / "rows.json"
+    result = benchmarks("shapes", file, "--nproc=1", "--device=cpu", "--fresh", "--minutes=5", "--out", out)
     assert result.returncode == 0, result.stderr
-    rows = read_rows(tmp_path / "rows.json")
-    assert [row["shape"] for row in rows] == ["first", "second"]
-    assert [row["earlier_shapes"] for row in rows] == [0, 0]
+    rows = read_rows(out)
+    assert [row["shape"] for row in rows] == ["first", "long", "second"]
+    assert [row["earlier_shapes"] for row in rows if "failed" not in row] == [0, 0]
+    assert rows[1]["failed"] == "not begun: less than 450 s of --minutes remained"
 
 
 def test_a_shape_that_takes_too_long_ends_and_the_next_follows(benchmarks, tmp_path):
     file = write_shapes(
         tmp_path,
-        'name = "endless"\narguments = ["tiny", "--parallel.tensor=2"]\nsteps = 100000000\nseconds = 3',
+        'name = "endless"\narguments = ["tiny", "--parallel.tensor=2"]\nsteps = 100000000\nseconds = 1',
         'name = "tensor"\narguments = ["tiny", "--parallel.tensor=2"]',
     )
     result = benchmarks("shapes", file, "--nproc=2", "--device=cpu", "--out", tmp_path / "rows.json")
     assert result.returncode == 0, result.stderr
     failed, measured = read_rows(tmp_path / "rows.json")
-    assert "took longer than 3 s" in failed["failed"]
+    assert "took longer than 1 s" in failed["failed"]
     assert measured["step_seconds"] > 0
 
 
@@ -267,15 +275,18 @@ def test_a_trainer_that_takes_too_long_keeps_its_complete_rows(tmp_path, monkeyp
     out = tmp_path / "rows.json"
     limit = 1000.0
 
-    class Limited(subprocess.Popen):
+    class Limited(Forked):
+        def __init__(self, command):
+            assert command[:3] == [sys.executable, "-m", "benchmarks"]
+            super().__init__(command[3:], module=BENCHMARKS)
+
         def wait(self, timeout=None):
             if timeout != limit:
                 return super().wait(timeout)
             wait_for_rows(out, 1, self)
-            raise subprocess.TimeoutExpired(self.args, limit)
+            raise subprocess.TimeoutExpired(self.words, limit)
 
     monkeypatch.setattr(peer_shapes.subprocess, "Popen", Limited)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT)]))
     monkeypatch.chdir(tmp_path)
     rows = peer_shapes.run_trainer(file, "megascale", out, limit=limit, options=["--nproc=1", "--device=cpu"])
     assert [item["shape"] for item in rows] == ["first"]

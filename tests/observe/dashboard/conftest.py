@@ -25,7 +25,8 @@ from tests.forked import Forked
 JOB = Job(tensor=2, stages=2, virtual=2, data=8, microbatches=4)
 STEPS = 12  # of roll-ups
 SLOW = 7  # the rank that made spans have a tenth slower
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+# The headless shell takes a third of the processor time of the whole browser.
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # What would run if any of it became a part of the page.
 EVIL = "<img src=x onerror=\"window.hacked='yes'\"><script>window.hacked='yes'</script>'\"&${1}"
 
