@@ -381,7 +381,7 @@ def fill_shards(
 
 
 @dataclass(frozen=True)
-class _WholeChunk:
+class _DirectChunk:
     """Chunk whose bytes are copied to one range of a shard's memory, without a step in between.
 
     Attributes:
@@ -438,10 +438,10 @@ class ChunkTransfer:
         else:
             self._rounds = plan_rounds(self._index, reader, requests, source.round_bytes)
         is_moved = find_moved_chunks(reader, requests)
-        self._whole_chunks: list[_WholeChunk] = []
-        self._targets: dict[int, torch.Tensor] = {}  # by row of the whole chunks
+        self._direct_chunks: list[_DirectChunk] = []
+        self._targets: dict[int, torch.Tensor] = {}  # by row of the direct chunks
         if source.has_ranges:
-            self._targets = self._find_whole_targets(np.flatnonzero((reader == peers.rank) & ~is_moved))
+            self._targets = self._find_direct_targets(np.flatnonzero((reader == peers.rank) & ~is_moved))
         # Whether each round needs an exchange. All processes know it, so that rounds without one need no collective.
         self._needs_exchange = [any(is_moved[rows].any() for rows in rank_rows) for rank_rows in self._rounds]
 
@@ -459,7 +459,7 @@ class ChunkTransfer:
                 received = self._exchange_round(number, read_round)
                 # The first exchange also connects the processes.
                 part_start = report.measure("exchange" if number else "first exchange", part_start)
-                self._copy_whole_chunks(number, report)
+                self._copy_direct_chunks(number, report)
                 for row, box, tensor in read_round.local + received:
                     for shard in self._shards[self._index.name(row)]:
                         self._copier.copy_to_shard(box, tensor, shard)
@@ -468,10 +468,10 @@ class ChunkTransfer:
                 if number + rounds_ahead < len(self._rounds):
                     pending.append(pool.submit(self._read_round, number + rounds_ahead))
         part_start = time.monotonic()
-        self._check_whole_chunks(report)
+        self._check_direct_chunks(report)
         report.measure("copy", part_start)
 
-    def _find_whole_targets(self, rows: np.ndarray) -> dict[int, torch.Tensor]:
+    def _find_direct_targets(self, rows: np.ndarray) -> dict[int, torch.Tensor]:
         """Return the target of each chunk that one contiguous range of a shard's memory receives as it is stored.
 
         Args:
@@ -491,7 +491,7 @@ class ChunkTransfer:
                 targets[row] = target
         return targets
 
-    def _copy_whole_chunks(self, number: int, report: LoadReport) -> None:
+    def _copy_direct_chunks(self, number: int, report: LoadReport) -> None:
         """Start to copy the chunks of a round that need no step in between."""
         for row in self._rounds[number][self._peers.rank].tolist():
             if row not in self._targets:
@@ -502,12 +502,12 @@ class ChunkTransfer:
                 report.damage.append(f"{self._index.file(row)} cannot be read: {error}")
                 continue
             copies = self._copier.copy_from_file(source, self._targets[row])
-            self._whole_chunks.append(_WholeChunk(row, self._targets[row], copies))
+            self._direct_chunks.append(_DirectChunk(row, self._targets[row], copies))
             report.read_bytes += source.size
 
-    def _check_whole_chunks(self, report: LoadReport) -> None:
-        """Wait for the copies of whole chunks and check them. A damaged chunk is reported and its target zeroed."""
-        for chunk in self._whole_chunks:
+    def _check_direct_chunks(self, report: LoadReport) -> None:
+        """Wait for the copies of direct chunks and check them. A damaged chunk is reported and its target zeroed."""
+        for chunk in self._direct_chunks:
             damage = self._find_damage(chunk.row, [copy.result() for copy in chunk.copies])
             if damage:
                 report.damage.append(damage)
