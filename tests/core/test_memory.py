@@ -523,6 +523,26 @@ def test_float8_copies_of_experts_are_counted():
     assert copies == [2 * 3 * (4 * 64**2 + 8 // expert * 2 * 64 * 96) for expert in (1, 4)]
 
 
+def test_a_model_with_experts_gathers_no_float8():
+    """parallel.gather_precision=auto is then train.precision for all parameters."""
+    experts = {"number": 8, "top_k": 2, "width": 96}
+    layout = lay_out(
+        configure(
+            {**SMALL, "mlp": "experts", "mlp_bias": False, "experts": experts},
+            {"data": 2, "gather_precision": "auto"},
+            {"micro_batch": 1, "global_batch": 4, "precision": "bfloat16", "linear_precision": "float8"},
+        ),
+        2,
+    )
+    config = layout.config
+    assert not memory.gathers_float8(config.model, config.parallel, "float8", 2)
+    dense = configure(SMALL).model
+    assert memory.gathers_float8(dense, config.parallel, "float8", 2)
+    count = count_stage_parameters(config.model, config.parallel, 0)
+    details = layout.grid, layout.schedule(), 0, 1, "bfloat16", "float8"
+    assert estimate_stage_traffic(config.model, config.parallel, *details).data_gather == 2 * count / 2
+
+
 def test_matrices_gathered_as_float8_are_a_byte_each():
     config = configure({"preset": "gpt-175b"}, {"tensor": 8, "pipeline": 8}, {"micro_batch": 1, "global_batch": 6144})
     layout = lay_out(config, 12288)
