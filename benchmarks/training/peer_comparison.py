@@ -188,6 +188,8 @@ def peers(
         from benchmarks.training.peer_shapes import compare_files, compare_shapes, refuse_options_of_shapes
 
         refuse_options_of_shapes(context)
+        if peers_only:
+            raise ConfigError("--peers-only: with a file of shapes, run `benchmarks shapes FILE --trainer=NAME`")
         if rows:
             compare_files(Path(preset), rows)
             return
@@ -212,6 +214,7 @@ def peers(
     world = count_processes(config, gpus)
     lay_out(config, world)
     chosen, left_out = choose(peer, config, peer_float8)
+    names = list_contestants(chosen, left_out, peers_only)
     if peer_recompute not in RECOMPUTE:
         raise ConfigError(f"--peer-recompute={peer_recompute}: there are {', '.join(RECOMPUTE)}")
     if peer_context_exchange not in CONTEXT_EXCHANGES:
@@ -226,7 +229,6 @@ def peers(
     }
     results: list[PeerResult] = []
     with temporary_folder() as folder, Progress(transient=True) as progress:
-        names = chosen if peers_only else [OURS] + chosen
         bar = progress.add_task("", total=turns * len(names))
         for turn in range(turns):
             for name in names if turn % 2 == 0 else names[::-1]:
@@ -292,6 +294,16 @@ def choose(expected: list[str], config: Config, float8: str = "auto") -> tuple[l
         else:
             left_out[name] = why
     return chosen, left_out
+
+
+def list_contestants(chosen: list[str], left_out: dict[str, str], peers_only: bool) -> list[str]:
+    """Return the trainers of a turn, given the peers of `choose`. Raise ConfigError if there are none."""
+    if not peers_only:
+        return [OURS, *chosen]
+    if not chosen:
+        obstacles = "; ".join(f"{name}: {why}" for name, why in left_out.items())
+        raise ConfigError(f"--peers-only: no peer can train this ({obstacles}); install one, or omit --peers-only")
+    return chosen
 
 
 def find_obstacle(name: str, config: Config) -> str:

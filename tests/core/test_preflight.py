@@ -254,12 +254,22 @@ def test_standby_processes_take_memory_of_host_and_gpu():
     assert run([*arguments, standby], share, gpu) == []
     tight_host = replace(gpu, memory=6 * GIB)
     assert run(arguments, share, tight_host) == []
-    assert "this host has too little memory" in refused(*arguments, standby, share=share, capacity=tight_host)
+    remedy = "--resilience.standby_processes=false"
+    text = refused(*arguments, standby, share=share, capacity=tight_host)
+    assert "this host has too little memory" in text
+    assert remedy in text
+    tight_limit = replace(gpu, processes=150)  # the ranks alone have 96 threads
+    assert run([*arguments, "--train.threads=4"], share, tight_limit) == []
+    text = refused(*arguments, "--train.threads=4", standby, share=share, capacity=tight_limit)
+    assert "processes and threads" in text
+    assert remedy in text
     text = refused(*arguments, share=share, capacity=replace(gpu, gpu_memory=GIB))
     needed = float(text.partition("the fullest rank needs ")[2].partition(" GiB")[0])
     tight_gpu = replace(gpu, gpu_memory=int((needed + 0.5) * GIB))
     assert run(arguments, share, tight_gpu) == []
-    assert "of GPU memory" in refused(*arguments, standby, share=share, capacity=tight_gpu)
+    text = refused(*arguments, standby, share=share, capacity=tight_gpu)
+    assert "of GPU memory" in text
+    assert remedy in text
 
 
 def test_other_commands_that_start_processes_by_the_number():

@@ -30,7 +30,9 @@ CASES = {
         1, 1, 2, experts=BALANCED, zero=3, train=ROWWISE, parallel={"recompute": "selective"}
     ),
     "tensor": experts_case(2, experts=DEEPSEEK, train=ROWWISE),
-    "tensor, one scale per dense matrix": experts_case(2, 1, 2, experts=BALANCED, zero=1, train=TENSORWISE),
+    "tensor, one scale per dense matrix": experts_case(
+        2, 1, 2, experts=BALANCED, zero=1, train=TENSORWISE, parallel={"gather_precision": "auto"}
+    ),
     "pipeline": experts_case(1, 2, 1, virtual=2, experts=BALANCED, train=TENSORWISE, model={"layers": 4}),
     "over data, gathered": data_case(4, 1, experts=BALANCED, zero=1, train=ROWWISE),
     "over data, all-to-all": data_case(4, 1, experts={**BALANCED, "top_k": 2}, zero=1, train=ROWWISE),

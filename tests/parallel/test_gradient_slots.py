@@ -276,6 +276,22 @@ def test_slots_hold_two_blocks_or_the_largest_matrix():
         assert size == max(1024, 2 * block_size)
 
 
+@pytest.mark.parametrize(("rows", "columns", "ranks"), [(1001, 64, 2), (1001, 96, 4), (997, 4096, 8)])
+def test_parts_of_a_table_suit_fast_gemms(rows, columns, ranks):
+    """A part's columns of the gradient of 16-bit logits begin at a multiple of 16 bytes, if the logits do."""
+    part = 100 * columns + 1
+    table = BufferMember(rows * columns, True, (), unit=0, row_elements=columns)
+    layout = lay_out([table], ranks, 1, divides_units=True, table_part=part)
+    ranges = [span.rows for span in layout.buckets]
+    assert len(ranges) > TABLE_PARTS
+    assert [first for first, _ in ranges] == [0] + [stop for _, stop in ranges[:-1]]
+    assert ranges[-1][1] == rows
+    for span, (first, stop) in zip(layout.buckets, ranges, strict=True):
+        assert 2 * first % 16 == 0
+        assert (stop - first) * columns <= part
+        assert span.start == first * columns  # without padding before the last part
+
+
 def test_gaps_between_spans():
     assert find_gaps(0, 10, [(4, 6), (0, 2)]) == [(2, 4), (6, 10)]
     assert find_gaps(3, 3, []) == []

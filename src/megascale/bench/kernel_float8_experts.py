@@ -16,7 +16,7 @@ from torch import Tensor
 from megascale.bench.kernel_grouped import BF16_LIMIT, SHAPES, TINY_SHAPES, GroupedShape, make_group_offsets
 from megascale.bench.kernel_rows import Bench, KernelRow, compute_distance
 from megascale.ops.float8.cast import cast_rows
-from megascale.ops.float8.formats import E4M3
+from megascale.ops.float8.formats import E4M3, dequantise
 from megascale.ops.float8.grouped import (
     FLOAT8_TILING,
     PRECISE_TILING,
@@ -87,22 +87,19 @@ def _measure_shape(bench: Bench, shape: GroupedShape, tilings: list[tuple[Tiling
     add_bf16_row("dx", dy, transposed=True)
     add_float8_rows("dx", dy, stack.require_columns())
 
-    def read(rows: Tensor, scale: Tensor) -> Tensor:
-        return rows.float() * scale
-
     stack_error = max(
-        compute_distance(read(*stack.require_rows()), weights),
-        compute_distance(read(*stack.require_columns()), weights.transpose(1, 2)),
+        compute_distance(dequantise(*stack.require_rows()), weights),
+        compute_distance(dequantise(*stack.require_columns()), weights.transpose(1, 2)),
     )
     copy_rate = bench.facts["copy_bytes_per_s"]
     row = add_row("cast of matrices", partial(cast_stack, weights), stack_error, CAST_LIMIT)
     row.bound = weights.numel() * (2 + 2) / copy_rate  # read bfloat16, write rows and columns
-    cast_error = compute_distance(read(*cast_rows(dy, E4M3).require_rows()), dy)
+    cast_error = compute_distance(dequantise(*cast_rows(dy, E4M3).require_rows()), dy)
     row = add_row("cast of dy", partial(cast_rows, dy, E4M3), cast_error, CAST_LIMIT)
     row.bound = dy.numel() * (2 + 1) / copy_rate
     activated = cast_activation("swiglu", dy)
     gate, up = dy.float().chunk(2, -1)
-    activation_error = compute_distance(read(*activated), torch.nn.functional.silu(gate) * up)
+    activation_error = compute_distance(dequantise(*activated), torch.nn.functional.silu(gate) * up)
     row = add_row("cast of the activation of y", partial(cast_activation, "swiglu", dy), activation_error, CAST_LIMIT)
     row.bound = dy.numel() * (2 + 0.5) / copy_rate
 

@@ -489,6 +489,11 @@ def resolve_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
     return tuple(layers)
 
 
+def has_experts(model: ModelConfig) -> bool:
+    """Return whether any layer of the model has experts."""
+    return any(isinstance(layer.feed_forward, ExpertsSpec) for layer in resolve_layers(model))
+
+
 @lru_cache(maxsize=256)
 def count_distinct_layers(model: ModelConfig) -> tuple[tuple[LayerSpec, int], ...]:
     """Return each different layer of a model once, with the number of layers that equal it."""

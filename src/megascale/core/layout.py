@@ -12,8 +12,7 @@ from megascale.core.batch_shares import BatchShares
 from megascale.core.chunk_map import ChunkMap
 from megascale.core.grid import Grid
 from megascale.core.head_exchange import list_gather_kernels, share_heads
-from megascale.core.inventory import BLOCK_PARTS, resolve_layers
-from megascale.core.layer_spec import ExpertsSpec
+from megascale.core.inventory import BLOCK_PARTS, has_experts, resolve_layers
 from megascale.core.layers import ChunkLayers, assign_layers
 from megascale.core.memory import MemoryEstimate
 from megascale.core.parameter_counts import count_stage_units
@@ -265,7 +264,7 @@ def _replay_faults(config: Config, grid: Grid) -> list[str]:
 
 def _expert_faults(config: Config) -> list[str]:
     """Return the faults of experts, and of settings for experts in a model without any."""
-    if not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in resolve_layers(config.model)):
+    if not has_experts(config.model):
         return _absent_expert_faults(config.parallel)
     faults = _expert_division_faults(config)
     settings, tensor = config.model.expert_settings, config.parallel.tensor
@@ -293,11 +292,10 @@ def _expert_precision_faults(config: Config) -> list[str]:
             f"train.linear_precision={name} with model.mlp=experts: experts have no GEMMs in this precision; set "
             f"--train.linear_precision to one of {', '.join(names)}"
         ]
-    gather_precision = config.parallel.gather_precision
-    if LINEAR_PRECISIONS[name].gathered_weight_bytes is not None and gather_precision != "default":
+    if config.parallel.gather_precision == "float8":
         return [
-            f"parallel.gather_precision={gather_precision} with model.mlp=experts: matrices of experts are gathered "
-            "in train.precision; set --parallel.gather_precision=default"
+            "parallel.gather_precision=float8 with model.mlp=experts: matrices of experts are gathered in "
+            "train.precision; set --parallel.gather_precision=auto or default"
         ]
     return []
 

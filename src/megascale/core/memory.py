@@ -27,7 +27,14 @@ from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core.adapters import AdapterSpec, count_adapter_elements, count_adapter_state
 from megascale.core.grid import Grid
 from megascale.core.head_exchange import share_heads
-from megascale.core.inventory import BLOCK_PARTS, LogicalTensor, gradient_widths, layer_inventory, resolve_layers
+from megascale.core.inventory import (
+    BLOCK_PARTS,
+    LogicalTensor,
+    gradient_widths,
+    has_experts,
+    layer_inventory,
+    resolve_layers,
+)
 from megascale.core.layer_spec import ExpertsSpec, LayerSpec
 from megascale.core.layers import ChunkLayers, LayerSums, assign_layers, assign_stage_layers
 from megascale.core.parameter_counts import (
@@ -296,7 +303,8 @@ class _RankShape:
     def compute_weight_copy_bytes(self) -> int:
         """Return the bytes of copies of matrices in the format that GEMMs read."""
         matrices = count_stage_matrix_elements(self.model, self.parallel, self.stage)
-        if self.parallel.zero == 3 and gathers_float8(self.parallel, self.linear_precision, self.grid.shards):
+        has_float8_gathers = gathers_float8(self.model, self.parallel, self.linear_precision, self.grid.shards)
+        if self.parallel.zero == 3 and has_float8_gathers:
             # One byte per element of the rank's shards; copies of gathered matrices lie in the parameter slots.
             return ceil_divide(matrices, self.grid.shards)
         matrices += count_stage_expert_elements(self.model, self.parallel, self.stage)
@@ -362,9 +370,12 @@ class _RankShape:
         return graph_bytes
 
 
-def gathers_float8(parallel: ParallelConfig, linear_precision: str, data: int) -> bool:
-    """Return whether `data` data-parallel ranks gather matrices as float8; resolves parallel.gather_precision=auto."""
-    if LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes is None:
+def gathers_float8(model: ModelConfig, parallel: ParallelConfig, linear_precision: str, data: int) -> bool:
+    """Return whether `data` data-parallel ranks gather matrices as float8; resolves parallel.gather_precision=auto.
+
+    Matrices of experts are gathered in train.precision, so a model with experts gathers no float8.
+    """
+    if LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes is None or has_experts(model):
         return False
     return parallel.zero > 0 and data > 1 and parallel.gather_precision != "default"
 

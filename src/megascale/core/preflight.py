@@ -145,6 +145,13 @@ def checkpoint_bytes(config: Config) -> int:
     return itemsize * count_checkpoint_elements(config.optimizer.name, config.model)
 
 
+def _count_trainers(share: HostShare, has_standby: bool) -> int:
+    """Return the number of trainers that this host starts; in a launched job each rank may have a standby process."""
+    if has_standby and share.nodes:
+        return 2 * share.ranks
+    return share.ranks
+
+
 def _process_bytes(share: HostShare, has_standby: bool = False) -> int:
     """Return the memory of the processes that this host starts, without their tensors.
 
@@ -154,9 +161,7 @@ def _process_bytes(share: HostShare, has_standby: bool = False) -> int:
     if share.is_running:
         return 0
     node_bytes = share.nodes * (AGENT_BYTES + FORK_SERVER_BYTES)
-    process_count = share.ranks
-    if has_standby and share.nodes:
-        process_count *= 2
+    process_count = _count_trainers(share, has_standby)
     if share.uses_gpus:
         return process_count * GPU_TRAINER_BYTES + node_bytes
     if share.nodes:
@@ -176,7 +181,8 @@ def _memory_faults(
     gpu_memory = None
     tensor_limit = None
     context_bytes = GPU_CONTEXT
-    if share.nodes and config.resilience.standby_processes:
+    has_standby = config.resilience.standby_processes and share.nodes > 0
+    if has_standby:
         context_bytes *= 2  # each rank's standby process has a context of its own
     if share.uses_gpus and capacity.gpu_memory is not None:
         gpu_memory = capacity.gpu_memory
@@ -191,7 +197,7 @@ def _memory_faults(
         faults.append(
             f"the fullest rank needs {_format_size(fullest.total + context_bytes)} of GPU memory "
             f"({_describe_kinds(fullest)}; {sizes}) and the GPU has {_format_size(gpu_memory)}; "
-            f"{_suggest_smaller_tensors(config, has_graphs=fullest.graph_buffers > 0)}"
+            f"{_suggest_smaller_tensors(config, has_graphs=fullest.graph_buffers > 0, has_standby=has_standby)}"
         )
     tensor_bytes = 0
     if not share.uses_gpus:
@@ -260,7 +266,7 @@ class _HostNeeds:
             return "set checkpoint.background=false or fewer checkpoint.slots, or use a host with more memory"
         if self.tensor_bytes >= self.process_bytes:
             return _suggest_smaller_tensors(config)
-        return _suggest_fewer_ranks(share)
+        return _suggest_fewer_processes(config, share)
 
 
 def _offloaded_input_bytes(layout: Layout, share: HostShare, stage_ranks: dict[int, int]) -> int:
@@ -303,12 +309,13 @@ def _process_faults(config: Config, share: HostShare, capacity: Capacity) -> lis
     compute_threads = config.train.threads or max(1, capacity.cores // max(1, share.ranks))
     task_count = 0  # processes and threads
     if not share.is_running:
+        trainer_count = _count_trainers(share, config.resilience.standby_processes)
         # A node has an agent, a fork server and a thread of the driver.
-        task_count = share.ranks * (TRAINER_EXTRA_THREADS + compute_threads) + 3 * share.nodes
+        task_count = trainer_count * (TRAINER_EXTRA_THREADS + compute_threads) + 3 * share.nodes
     if capacity.processes is not None and task_count > capacity.processes:
         faults.append(
             f"{_describe_ranks(share)} need {task_count:,} processes and threads and {capacity.processes_from} leaves "
-            f"{capacity.processes:,}; {_suggest_fewer_ranks(share)}, or raise that limit"
+            f"{capacity.processes:,}; {_suggest_fewer_processes(config, share)}, or raise that limit"
         )
     # The driver has connections to all nodes, and a trainer to all other ranks.
     driver_files = TRAINER_OPEN_FILES + 2 * share.nodes
@@ -328,7 +335,7 @@ def _process_faults(config: Config, share: HostShare, capacity: Capacity) -> lis
         faults.append(
             f"this host has too little memory: {_describe_ranks(share)} need {_format_size(process_bytes)} for their "
             f"processes alone and {capacity.memory_from} leaves {_format_size(capacity.memory)}; "
-            f"{_suggest_fewer_ranks(share)}"
+            f"{_suggest_fewer_processes(config, share)}"
         )
     return faults
 
@@ -355,9 +362,15 @@ def _disk_faults(config: Config, measure_free_disk: Callable[[Path], int]) -> li
     ]
 
 
-def _suggest_smaller_tensors(config: Config, has_graphs: bool = False) -> str:
-    """Return advice: the settings that make a rank's tensors smaller and are not in use yet."""
+def _suggest_smaller_tensors(config: Config, has_graphs: bool = False, has_standby: bool = False) -> str:
+    """Return advice: the settings that make a rank's tensors smaller and are not in use yet.
+
+    Args:
+        has_standby: whether standby processes take a part of the memory.
+    """
     options = []
+    if has_standby:
+        options.append("--resilience.standby_processes=false")
     if has_graphs:
         options.append("--kernels.graphs=auto")
     if config.train.micro_batch > 1:
@@ -374,6 +387,14 @@ def _suggest_fewer_ranks(share: HostShare) -> str:
     if share.nodes:
         return "lower --nodes (resilience.nodes) or --spares"
     return "lower parallel.data, parallel.tensor or parallel.pipeline"
+
+
+def _suggest_fewer_processes(config: Config, share: HostShare) -> str:
+    """Return advice for processes that need too much memory."""
+    advice = _suggest_fewer_ranks(share)
+    if config.resilience.standby_processes and share.nodes:
+        return f"set --resilience.standby_processes=false, or {advice}"
+    return advice
 
 
 def _describe_ranks(share: HostShare) -> str:

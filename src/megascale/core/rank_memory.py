@@ -15,7 +15,7 @@ from megascale.config.registry import Registry
 from megascale.core.adapters import AdapterSpec
 from megascale.core.flops import layer_flops
 from megascale.core.grid import Grid
-from megascale.core.inventory import count_distinct_layers
+from megascale.core.inventory import count_distinct_layers, has_experts
 from megascale.core.layer_spec import ExpertsSpec
 from megascale.core.memory import MemoryEstimate, estimate_stage_memory, gathers_float8
 from megascale.core.schedule import Schedule
@@ -144,12 +144,15 @@ def _explain_no_sharded_graphs(config: Config, tensor: int, shards: int) -> str:
             )
     linear_precision = config.train.linear_precision
     has_copies = LINEAR_PRECISIONS[linear_precision].weight_copy_bytes > 0
-    if config.parallel.zero == 3 and has_copies and not gathers_float8(config.parallel, linear_precision, shards):
-        return (
-            f"parallel.zero=3 gathers matrices in turn, and train.linear_precision={linear_precision} "
-            "makes copies of all of them; train.linear_precision=float8 with parallel.gather_precision=float8 "
-            "makes none"
+    has_float8_gathers = gathers_float8(config.model, config.parallel, linear_precision, shards)
+    if config.parallel.zero == 3 and has_copies and not has_float8_gathers:
+        copies = (
+            f"parallel.zero=3 gathers matrices in turn, and train.linear_precision={linear_precision} makes copies of "
+            "all of them"
         )
+        if has_experts(config.model):
+            return f"{copies}; set --train.linear_precision=default or a smaller --parallel.zero"
+        return f"{copies}; train.linear_precision=float8 with parallel.gather_precision=float8 makes none"
     return ""
 
 

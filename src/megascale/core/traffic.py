@@ -81,7 +81,7 @@ def gathered_bytes(
     parameters = count_stage_parameters(model, parallel, stage)
     matrices = count_stage_matrix_elements(model, parallel, stage)
     itemsize = DTYPE_BYTES[precision]
-    matrix_itemsize = _gathered_matrix_itemsize(parallel, linear_precision, data, itemsize)
+    matrix_itemsize = _gathered_matrix_itemsize(model, parallel, linear_precision, data, itemsize)
     return itemsize * (parameters - matrices) + matrix_itemsize * matrices
 
 
@@ -252,7 +252,7 @@ def estimate_stage_traffic(
             units=units,
             resident=parameters - units.sharded,
             itemsize=itemsize,
-            matrix_itemsize=_gathered_matrix_itemsize(parallel, linear_precision, grid.shards, itemsize),
+            matrix_itemsize=_gathered_matrix_itemsize(model, parallel, linear_precision, grid.shards, itemsize),
         )
     elif parallel.zero:
         gather_bytes = gathered_bytes(model, parallel, stage, precision, linear_precision, grid.shards)
@@ -333,13 +333,15 @@ def _count_repeated_elements(
     return rows * columns * (count_logits_groups(tokens, rows, itemsize) - 1)
 
 
-def _gathered_matrix_itemsize(parallel: ParallelConfig, linear_precision: str, data: int, itemsize: int) -> int:
+def _gathered_matrix_itemsize(
+    model: ModelConfig, parallel: ParallelConfig, linear_precision: str, data: int, itemsize: int
+) -> int:
     """Return the bytes per element of a linear layer's matrix that `data` data-parallel ranks gather.
 
     Args:
         itemsize: bytes per element of other parameters.
     """
-    if not gathers_float8(parallel, linear_precision, data):
+    if not gathers_float8(model, parallel, linear_precision, data):
         return itemsize
     return LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes or itemsize
 

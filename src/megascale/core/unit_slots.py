@@ -22,6 +22,7 @@ TABLE_PARTS = 4
 # The piece of one peer has at least MIN_STAGED_PIECE, 8 MiB, since each copy has a fixed time of a few us.
 STAGED_PIECES = 1 << 23
 MIN_STAGED_PIECE = 1 << 21
+STAGED_ALIGN = 64  # elements by which pieces begin, so that kernels load vectors
 
 
 def size_staging(slots: int, ranks: int) -> tuple[int, int, int]:
@@ -32,7 +33,7 @@ def size_staging(slots: int, ranks: int) -> tuple[int, int, int]:
         ranks: ranks that share each bucket.
     """
     peers = ranks - 1
-    piece = max(MIN_STAGED_PIECE, STAGED_PIECES // peers)
+    piece = max(MIN_STAGED_PIECE, STAGED_PIECES // peers // STAGED_ALIGN * STAGED_ALIGN)
     shard = -(-slots // ranks)
     return 2, peers, min(piece, shard)
 

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, lcm
 
 from megascale.core.unit_slots import TABLE_PARTS
 
 ALIGN = 64  # elements: 128 bytes of bfloat16, which suits vector loads and NCCL
+# Parts of a table have multiples of so many rows. A part's columns of the gradient of 16-bit logits then begin at
+# multiples of 16 bytes, as fast GEMMs need.
+ROW_ALIGN = 8
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,7 @@ def _divide_rows(rows: int, row_elements: int, ranks: int, part: int) -> list[tu
 
     All parts but the last one are divisible into aligned shards without padding, so that the table is contiguous.
     """
-    multiple = ALIGN * ranks // gcd(row_elements, ALIGN * ranks)
+    multiple = lcm(ROW_ALIGN, ALIGN * ranks // gcd(row_elements, ALIGN * ranks))
     length = max(1, part // row_elements // multiple) * multiple
     return [(first, min(first + length, rows)) for first in range(0, rows, length)]
 

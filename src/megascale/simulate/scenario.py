@@ -167,7 +167,7 @@ def make_engine_software(config: Config, base: Software) -> Software:
         graphs = MEGASCALE_H200_GRAPHS
         base = replace(base, launch_us=graphs.launch_us, region_host_us=graphs.region_host_us)
     # Ask for two data-parallel ranks: one rank gathers nothing, so that the bytes do not matter.
-    has_float8_gathers = gathers_float8(parallel, config.train.linear_precision, data=2)
+    has_float8_gathers = gathers_float8(model, parallel, config.train.linear_precision, data=2)
     return replace(
         base,
         parallel_block=model.block == "parallel",

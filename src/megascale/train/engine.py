@@ -339,7 +339,7 @@ class Engine:
         config, data_size = self.config, self.layout.grid.shards
         if self.adapters is not None:
             return False  # the matrices are not trained, and so never gathered
-        gathers_in_float8 = gathers_float8(config.parallel, config.train.linear_precision, data_size)
+        gathers_in_float8 = gathers_float8(config.model, config.parallel, config.train.linear_precision, data_size)
         can_gather_float8 = LINEAR_PRECISIONS[config.train.linear_precision].gathered_weight_bytes is not None
         if not can_gather_float8:
             return gathers_in_float8  # without a choice there is nothing to record

@@ -155,6 +155,21 @@ def test_peers_are_shown_with_and_without_ours(has_ours, capsys):
     assert ("1.500x" in output) == has_ours
 
 
+def test_peers_only_needs_a_peer():
+    chosen = ["torchtitan"]
+    assert peer_comparison.list_contestants(chosen, {}, peers_only=True) == chosen
+    assert peer_comparison.list_contestants(chosen, {}, peers_only=False) == [peer_comparison.OURS, *chosen]
+    assert peer_comparison.list_contestants([], {}, peers_only=False) == [peer_comparison.OURS]
+    with pytest.raises(ConfigError, match=r"--peers-only: no peer .*torchtitan: not installed.*omit --peers-only"):
+        peer_comparison.list_contestants([], {"torchtitan": "not installed"}, peers_only=True)
+
+
+def test_peers_only_is_refused_with_a_file_of_shapes(benchmarks):
+    result = benchmarks("peers", "shapes.toml", "--peers-only")
+    assert result.returncode == 2
+    assert "--peers-only: with a file of shapes" in result.stderr
+
+
 def test_without_a_gpu_there_is_nothing_to_compare(benchmarks, tmp_path):
     result = benchmarks("peers", "llama-8b", env={"CUDA_VISIBLE_DEVICES": ""})
     assert result.returncode == 2
