@@ -72,7 +72,7 @@ def test_pushes_need_two_slots(monkeypatch: pytest.MonkeyPatch, op: str) -> None
     monkeypatch.setattr(exchange_variants, "PUSH_SLOTS", 1)
     right = 0
     for seed in range(60):
-        pairs = play_parts(3, [([op] * 6, False)], [0], 0, seed, make=make_variants, name="push together")
+        pairs = play_parts(3, [([op] * 6, False)], [0], 0, seed, make=make_variants, name="push-together")
         right += all(torch.allclose(*pair) for pair in pairs)
     assert right < 60
 
