@@ -431,6 +431,27 @@ def test_one_turn_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not all(torch.equal(*pair) for pair in result)
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_shard_is_published_after_the_flags_of_the_previous_gather(
+    monkeypatch: pytest.MonkeyPatch, is_early: bool
+) -> None:
+    """An event before the flags overwrites shards that peers read."""
+    copy_from_peers = Exchange._copy_from_peers
+
+    def record_early(self: Exchange, *args: Any) -> Any:
+        event = self._streams.record_event("copy")
+        copy_from_peers(self, *args)
+        return event
+
+    if is_early:
+        monkeypatch.setattr(Exchange, "_copy_from_peers", record_early)
+    right = 0
+    for seed in range(20):
+        pairs = play_parts(3, [(["gather"] * 6, True)], [0, 0], 2, seed, plans=[SERIAL] * 3)
+        right += all(torch.equal(*pair) for pair in pairs)
+    assert (right < 20) == is_early
+
+
 @pytest.mark.parametrize(
     ("nbytes", "is_captured", "has_work", "plan"),
     [
