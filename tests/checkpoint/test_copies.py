@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.checkpoint import TensorShard, copies, load, save
-from megascale.checkpoint.copies import PinnedBuffer, ShardCopier
+from megascale.checkpoint.copies import FileRange, PinnedBuffer, ShardCopier
+from megascale.checkpoint.format import step_folders
 from megascale.checkpoint.format.chunks import box_slices, intersect_boxes
+from megascale.checkpoint.loader import LoadReport, StorageChunks, fill_shards
+from megascale.checkpoint.object_collectives import Peers
+from megascale.checkpoint.storage.opening import open_storage
 from megascale.core.tensors import Box
-from tests.checkpoint.conftest import blank, full_shards, logical_state
+from tests.checkpoint.conftest import assert_same, blank, full_shards, logical_state, run_group
 
 TYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.bool]
 HOST = torch.device("cpu")
@@ -102,3 +108,100 @@ def test_a_copy_that_fails_in_its_thread_fails_the_load(tmp_path: Path, monkeypa
     monkeypatch.setattr(ShardCopier, "_copy", copy)
     with pytest.raises(RuntimeError, match="no memory"):
         load(tmp_path, full_shards(blank(logical_state())))
+
+
+class OpenedChunks(StorageChunks):
+    """Chunks whose bytes threads read themselves, as from snapshots in memory.
+
+    Attributes:
+        read_rows: rows that were read in another way.
+    """
+
+    has_ranges = True
+
+    def __init__(self, folder: Path) -> None:
+        storage = open_storage(folder)
+        (commit,), _ = step_folders.list_commits(storage)
+        super().__init__(storage, commit, step_folders.read_index(storage, commit))
+        self.path = folder / step_folders.step_name(commit.step)
+        self.read_rows: list[int] = []
+
+    def find_range(self, file: str, start: int, stop: int) -> FileRange:
+        return FileRange(os.open(self.path / file, os.O_RDONLY), start, stop - start)
+
+    def read_chunks(self, rows: np.ndarray, report: LoadReport) -> dict[int, torch.Tensor]:
+        self.read_rows += rows.tolist()
+        return super().read_chunks(rows, report)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> OpenedChunks:
+    save(tmp_path, 1, full_shards(logical_state()), {}, keep=1)
+    return OpenedChunks(tmp_path)
+
+
+def test_whole_chunks_are_copied_from_the_file_and_others_are_read(source: OpenedChunks) -> None:
+    expected = logical_state()
+    tensors = blank(expected)
+    report = LoadReport()
+    assert fill_shards(source, full_shards(tensors), Peers(None), report) is None
+    assert_same(tensors, expected)
+    assert source.read_rows == []
+    assert report.read_bytes == sum(tensor.nbytes for tensor in expected.values())
+    name, tensor = next((name, tensor) for name, tensor in expected.items() if tensor.dim() == 2)
+    columns = torch.zeros_like(tensor[:, 1:])  # a part of the chunk
+    converted = torch.zeros_like(tensor, dtype=torch.float64)
+    strided = torch.zeros(tensor.shape[::-1], dtype=tensor.dtype).mT
+    parts = [(columns, (0, 1)), (converted, (0, 0)), (strided, (0, 0))]
+    for target, offsets in parts:
+        shard = TensorShard(name, tuple(tensor.shape), offsets, target)
+        source.read_rows = []
+        assert fill_shards(source, [shard], Peers(None)) is None
+        assert len(source.read_rows) == 1
+        assert torch.equal(target.to(tensor.dtype), tensor[:, offsets[1] :])
+
+
+def test_a_damaged_or_short_file_is_reported_and_its_bytes_do_not_stay(source: OpenedChunks) -> None:
+    (file,) = source.index.files
+    path = source.path / file
+    content = bytearray(path.read_bytes())
+    name = "model.embedding.weight"
+    row = next(row for row in range(len(source.index)) if source.index.name(row) == name)
+    content[int(source.index.columns["data"][row]) + 40] ^= 1  # in the second piece
+    path.write_bytes(content)
+    tensors = blank(logical_state())
+    assert (
+        fill_shards(source, full_shards(tensors), Peers(None))
+        == f"{file} holds other bytes for {name} than were written"
+    )
+    assert not tensors[name].any()
+    os.truncate(path, int(source.index.columns["data"].min()) + 8)
+    damage = fill_shards(source, full_shards(tensors), Peers(None))
+    assert damage is not None
+    assert "cannot be read: the file ends" in damage
+
+
+def _fill_from_first(rank: int, size: int, folder: Path) -> tuple[str | None, bool, list[int], int]:
+    """Fill shards that only the other process needs from a file that only the first process reads."""
+    source = OpenedChunks(folder)
+    source.holders = {file: [0] for file in source.index.files}
+    tensors = blank(logical_state())
+    report = LoadReport()
+    damage = fill_shards(source, full_shards(tensors) if rank else [], Peers(), report)
+    is_equal = all(torch.equal(tensors[name], tensor) for name, tensor in logical_state().items())
+    return damage, is_equal, source.read_rows, report.sent_bytes
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_whole_chunks_are_sent_from_the_file(source: OpenedChunks, tmp_path: Path, damaged: bool) -> None:
+    (file,) = source.index.files
+    if damaged:
+        content = bytearray((source.path / file).read_bytes())
+        content[int(source.index.columns["data"][0]) + 4] ^= 1
+        (source.path / file).write_bytes(content)
+    first, second = run_group(2, _fill_from_first, tmp_path)
+    expected = f"{file} holds other bytes for {source.index.name(0)} than were written" if damaged else None
+    assert (first[0], second[0]) == (expected, expected)
+    assert second[1] is not damaged
+    assert first[2] == []
+    assert first[3] == sum(tensor.nbytes for tensor in logical_state().values())

@@ -52,9 +52,11 @@ def test_biases_and_gates_are_those_of_the_published_parts() -> None:
 def test_float8_copies_are_a_byte_per_element() -> None:
     """A copy by rows and one by columns of each weight; inputs as the weight's gradient reads them."""
     default, tensor_wise, row_wise = (LINEAR_PRECISIONS[name] for name in ("default", "float8", "float8_rowwise"))
-    assert default == LinearFacts(default.description, None, 0, "none", None)
-    assert tensor_wise == LinearFacts(tensor_wise.description, 1, 2, "all", 1)
-    assert row_wise == LinearFacts(row_wise.description, None, 2, "all but weight gradients", None)
+    assert default == LinearFacts(default.description, None, 0, "none", None, has_expert_gemms=True)
+    assert tensor_wise == LinearFacts(tensor_wise.description, 1, 2, "all", 1, has_expert_gemms=True)
+    assert row_wise == LinearFacts(
+        row_wise.description, None, 2, "all but weight gradients", None, has_expert_gemms=True
+    )
     all_gemms = LINEAR_PRECISIONS["float8_rowwise_wgrad"]
     assert all_gemms == LinearFacts(all_gemms.description, 1, 2, "all", None)
 

@@ -17,6 +17,7 @@ import torch
 
 from megascale.core.batch import NO_FIELDS, SampleFields
 from megascale.core.capture_plan import CapturePlan
+from megascale.errors import FitError
 from megascale.parallel import chunk_graphs
 from megascale.parallel.chunk_graphs import EAGER_STEPS, CapturedMicrobatch, ChunkGraphs
 from megascale.parallel.collectives import Pending
@@ -229,6 +230,17 @@ def backwards_fail() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def operators_are_unavailable() -> Iterator[None]:
+    """Let the captured backward fail on the first stage with an error for users."""
+
+    def fail(graphs: ChunkGraphs, x: torch.Tensor, outputs: Any, grad: Any, calls: Any) -> None:
+        raise FitError("the workspace of a kernel does not fit")
+
+    with recorded_graphs(), mock.patch.object(ChunkGraphs, "_run_backward", fail):
+        yield
+
+
 def test_a_capture_that_awaits_gathers_is_noticed(pool):
     layout, _ = LAYOUTS["tied"]
     first, *_ = pool.run(train, layout.world, layout.tree, "on", captures_await_gathers)
@@ -240,6 +252,7 @@ def test_a_capture_that_awaits_gathers_is_noticed(pool):
     [
         (captures_are_late, nullcontext, "a capture shares a node with an eager micro-batch"),
         (backwards_fail, late_gemms, "operation not permitted when stream is capturing"),
+        (operators_are_unavailable, nullcontext, "the workspace of a kernel does not fit"),
     ],
 )
 def test_a_failed_capture_leaves_the_run_eager_with_equal_bits(fault, reference, message, pool):

@@ -17,7 +17,7 @@ import torch
 from megascale.config import from_tree
 from megascale.core.batch import NO_FIELDS, SampleFields
 from megascale.core.layout import lay_out
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, TrainingError
 from megascale.parallel.chunk_graphs import EAGER_STEPS, CapturedMicrobatch, ChunkGraphs, GraphedRunner
 from megascale.train.engine import Engine
 from tests.exact.cases import TWO_LAYERS, case
@@ -196,6 +196,19 @@ def test_a_capture_that_fails_leaves_the_run_eager():
     assert replayed == 0
     assert broken.call_count == 1
     assert_same_bits(eager, report)
+
+
+def test_a_capture_that_fails_after_the_loss_of_a_peer_ends_the_attempt():
+    """The remaining ranks could not agree on the failed capture."""
+    engine = make_engine(0, 1, {**TWO_CHUNKS, "kernels": {"graphs": "on"}})
+    graphs = engine.graphs
+    assert graphs is not None
+    check = mock.Mock(side_effect=TrainingError("rank 1 has ended"))
+    graphs._tensor_axis = mock.Mock(exchange=mock.Mock(check=check))
+    broken = mock.Mock(side_effect=RuntimeError("out of memory"))
+    with mock.patch.object(ChunkGraphs, "_capture", broken), pytest.raises(TrainingError, match="rank 1 has ended"):
+        graphs.find_or_capture(0, 1, 0, ())
+    assert graphs.failure == ""
 
 
 def fail_on_one(rank: int, world: int, tree: dict[str, Any]) -> tuple[RankReport, int, str]:

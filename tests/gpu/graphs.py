@@ -6,7 +6,8 @@
 
 With several processes, the first argument has the axes along which they are laid: tensor and pipeline of two ranks, and
 data of all remaining ranks. zero2 and zero3 are data parallelism with that value of parallel.zero. Names of cases may
-follow; a case that takes longer than CASE_SECONDS ends the script with all stacks.
+follow; a case that takes longer than CASE_SECONDS ends the script with all stacks. The groups of a pipeline depend on
+the number of chunks per stage. A case with another number than the first one needs a call of its own.
 
 Every case trains some steps of a small model twice from the same start, eagerly and replayed: losses, gradient norms
 and weights must be the same bits. Then the milliseconds of a step each way, until the host has launched it and until
@@ -55,8 +56,9 @@ SEVERAL = (
     POSITIONS,
     DOCUMENTS,
 )
+TWO_CHUNKS = "two chunks, three in flight"
 # Those whose eager micro-batches are in flight in a pipeline when a replay first needs a capture.
-PIPELINED = ("two chunks, three in flight", "float8, gathered", "float8, row-wise")
+PIPELINED = (TWO_CHUNKS, "float8, gathered", "float8, row-wise")
 SAMPLES = {"data": 1, "zero2": 2, "zero3": 3}  # axes that cut the batch, and their parallel.zero
 CASES: dict[str, list[dict[str, Any]]] = {
     "serial": [SERIAL],
@@ -68,7 +70,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         SERIAL,
         {"model": {"positions": "rotary", "activation": "swiglu", "norm": "rmsnorm", "tied_embeddings": False}},
     ],
-    "two chunks, three in flight": [SERIAL, {"parallel": {"virtual_stages": 2, "micro_batch_group_size": 4}}],
+    TWO_CHUNKS: [SERIAL, {"parallel": {"virtual_stages": 2, "micro_batch_group_size": 4}}],
     "float8": [SERIAL, FLOAT8],
     "float8, gathered": [SERIAL, FLOAT8, {"parallel": {"gather_precision": "float8"}}],
     "float8, parallel": [PARALLEL, FLOAT8],
@@ -115,19 +117,35 @@ def is_included(name: str, chosen: Sequence[str], axes: Sequence[str]) -> bool:
     return name in SEVERAL or (overlaps_eager and name in PIPELINED)
 
 
+def select_cases(chosen: Sequence[str], axes: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the cases that can share groups with the first one, and the included cases that need other groups."""
+    included = [name for name in CASES if is_included(name, chosen, axes)]
+    shared = included
+    if "pipeline" in axes:
+        shared = [name for name in included if _count_chunks(name) == _count_chunks(included[0])]
+    return shared, [name for name in included if name not in shared]
+
+
+def _count_chunks(name: str) -> int:
+    """Return the number of a case's chunks per stage."""
+    parallel = tree_of(CASES[name], "off")["parallel"]
+    return int(parallel.get("virtual_stages", 1))
+
+
 def main() -> int:
     """The table; 1 if anything differs."""
     wrong = 0
     axes = sys.argv[1].split() if len(sys.argv) > 1 else []
-    location, groups = join_groups(configuration.from_tree(tree_of([SERIAL], "off", axes)))
-    chosen = sys.argv[2:]
+    names, omitted = select_cases(sys.argv[2:], axes)
+    location, groups = join_groups(configuration.from_tree(tree_of(CASES[names[0]], "off", axes)))
     output = f"{location.world} x {torch.cuda.get_device_name()}, torch {torch.__version__}"
     if not location.rank:
         print(f"{output}, {' and '.join(axes)} parallelism" if axes else output)
         print(f"{'case':34} {'same bits':10} {'eager ms':>17} {'replayed ms':>17}", flush=True)
-    for name, parts in CASES.items():
-        if not is_included(name, chosen, axes):
-            continue
+        for name in omitted:
+            print(f"{name:34} not run: it needs other groups; name it alone in another call", flush=True)
+    for name in names:
+        parts = CASES[name]
         faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
         try:
             fields = FIELDS.get(name, NO_FIELDS)

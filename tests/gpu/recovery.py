@@ -8,16 +8,21 @@ The job is `megascale launch` on two nodes that share the machine's GPUs, on ran
 in the memory of both nodes. It has half of the preset's layers, or fewer if GPUs or memory hold no more. Kinds:
 
     rank       SIGKILL to the last rank; its state is in its own node's memory
-    node       SIGKILL to the last node's agent, its ranks and its checkpoint service, as where a machine starts anew:
-               the state comes from the other node's copies
-    lost-node  the same, and the machine does not come back: --resilience.spares=1, on GPUs of its own
+    node       SIGKILL to the last node's agent, its ranks and its checkpoint service. The agent starts again on the
+               same machine, and the state comes from the other node's copies
+    lost-node  the same, and the machine does not come back: a spare node takes its ranks (--resilience.spares=1, with
+               GPUs of its own)
+
+`lost-node` is the test of a lost machine, and `node` that of a machine whose processes were killed. Both free the
+memory of the killed processes on the host of the survivors, which a machine that is really lost does not do.
 
 `--job` runs several jobs at the same time on one host, each on GPUs of its own, with a process of this script, a folder
 and a file of its own. Its text has the kind of kill, the GPUs and any settings:
 
     python -m tests.gpu.recovery --job "rank 0,1 --resilience.nodes=1" --job "node 2,3" --kills 1 --out recovery.json
 
-Each job prints its table and a line of JSON per recovery, and writes recovery-rank.json or recovery-node.json.
+Each job prints its table and a line of JSON per recovery, and writes recovery-rank.json or recovery-node.json. Jobs
+share the disk: after a recovery from memory a job writes a checkpoint, for 28 GB per rank during tens of seconds.
 
 `--keep-seconds 10 0` compares: one job per value of resilience.keep_seconds, each with its share of --seconds and a
 file of its own (recovery-keep-10.json). `--logs FOLDER` collects the ends of all logs, the driver's events, and where
@@ -669,14 +674,17 @@ def end_of(job: Launched) -> str:
 
 
 def finish(job: Launched) -> None:
-    """End the job and all of its processes."""
-    job.process.send_signal(signal.SIGINT)
-    try:
-        job.process.wait(ENDING - 5)
-    except subprocess.TimeoutExpired:
-        job.process.kill()
-        job.process.wait()
+    """End the job and all of its processes at once.
+
+    A graceful end would write tens of gigabytes to a disk on which another job is being measured.
+    """
+    from megascale.resilience.agent.node_folder import end_checkpoint_services
+
+    job.process.kill()
+    job.process.wait()
     job.end_agents()
+    for folder in (job.run / "nodes").glob("*"):
+        end_checkpoint_services(job.run, folder.name)
 
 
 def show(record: dict[str, Any]) -> None:

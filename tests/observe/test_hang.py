@@ -573,6 +573,24 @@ def test_torchs_own_dumps_are_explained(tmp_path, form):
     assert (hang.kind, hang.ranks, hang.op, hang.sequence) == ("busy", (1,), "reduce_scatter", 5)
 
 
+def test_aborted_calls_of_earlier_attempts_are_no_evidence(tmp_path: Path) -> None:
+    """A process that stays keeps their records, which never complete."""
+    entries = []
+    for attempt, count, state in ((9, 30, "started"), (10, 4, "completed")):
+        call = ENTRY | {"profiling_name": "nccl:all_reduce", "state": state, "time_created_ns": attempt}
+        entries.append(call | {"process_group": ["0", "default_pg"], "collective_seq_id": count})
+        group = [f"data_reduce/0@{attempt}", "data_reduce"]
+        entries += [call | {"process_group": group, "collective_seq_id": number} for number in range(1, count + 1)]
+    names = {f"data_reduce/0@{attempt}": ranks for attempt, ranks in ((10, "[0, 1]"), (9, "[0, 1, 2, 3]"))}
+    groups = {name: {"name": name, "desc": "data_reduce", "ranks": ranks} for name, ranks in names.items()}
+    (tmp_path / "rank-0.json").write_text(json.dumps({"entries": entries, "pg_config": groups}))
+    record = read_flight(tmp_path / "rank-0.json").record
+    assert record.waiting is None
+    assert record.groups["data_reduce/0"] == GroupCounts(2, 4, 4)
+    assert record.groups["world"].started == 4
+    assert len(record.calls) == 5
+
+
 def test_a_recorder_that_saw_no_call_hides_nothing(tmp_path):
     """NCCL's, in a build with CUDA whose ranks talk by gloo; nor one of another version, beside a rank's own record."""
     ranks = [CallLog(tmp_path, rank, 2) for rank in range(2)]

@@ -59,7 +59,7 @@ def test_imports_stay_excluded_in_a_process_that_outlives_a_training(garbage: Ga
     del old_knot
     kept.collect(2)
     assert knot() is None
-    assert old() is not None  # it has outlived a collection, so that no later one examines it
+    assert old() is not None  # it has outlived a collection, so that most later ones do not examine it
     knot = weakref.ref(Knot())
     kept.close()
     assert gc.isenabled()
@@ -71,6 +71,21 @@ def test_imports_stay_excluded_in_a_process_that_outlives_a_training(garbage: Ga
     gc.unfreeze()
     gc.collect()
     assert knot_before() is None
+
+
+def test_objects_that_outlived_a_collection_are_collected_in_a_long_training(garbage: GarbageCollector) -> None:
+    kept = GarbageCollector(3, excludes_objects=False)
+    old_knot = Knot()
+    kept.collect(1)
+    old = weakref.ref(old_knot)
+    del old_knot
+    full_step = 3 * kept.full_period
+    for step in range(2, full_step):
+        kept.collect(step)
+    assert old() is not None
+    kept.collect(full_step)
+    assert old() is None
+    kept.close()
 
 
 def test_zero_leaves_it_to_python():

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megascale import config, torch_private
 from megascale.core.exit_record import ExitKind, find_exit_record
 from megascale.core.layout import lay_out
-from megascale.core.process_orders import DYING_VARIABLE, Park, Resume, encode_order
+from megascale.core.process_orders import DYING_VARIABLE, PREPARED_VARIABLE, Park, Resume, encode_order
 from megascale.core.status import PARKED, read_status
 from megascale.errors import TrainingError
 from megascale.observe.hang.flight import read_flight
@@ -288,6 +288,34 @@ def test_a_replacement_does_not_wait_forever_for_a_process_id_that_is_used_again
     monkeypatch.setenv(DYING_VARIABLE, str(os.getpid()))
     assert await_predecessors(lambda: None, limit_seconds=0.05) >= 0.05
     assert f"processes [{os.getpid()}], which were killed, have not ended" in caplog.text
+
+
+def test_a_process_that_prepares_for_a_join_waits_for_the_memory_of_a_killed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parking
+) -> None:
+    parked, writing_end = parking
+    dying = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    for name, value in ((PREPARED_VARIABLE, "1"), (DYING_VARIABLE, str(dying.pid)), ("MEGASCALE_NODE", "n0")):
+        monkeypatch.setenv(name, value)
+    has_prepared = threading.Event()
+    ended_before_warm_up: list[bool] = []
+
+    def kill_once_awaited() -> None:
+        while DYING_VARIABLE in os.environ and not has_prepared.wait(0.01):
+            pass
+        dying.kill()
+
+    def note_warm_up(*_: Any, **__: Any) -> None:
+        ended_before_warm_up.append(has_ended(dying.pid))
+        has_prepared.set()
+
+    monkeypatch.setattr(parking_module, "warm_up", note_warm_up)
+    threading.Thread(target=kill_once_awaited, daemon=True).start()
+    os.write(writing_end, encode_order(Resume({"MEGASCALE_ATTEMPT": "2"})))
+    options = [f"--train.runs={tmp_path}", "--checkpoint.background=false", "--model.vocab_size=32"]
+    parked.wait_for_first_attempt(config.load(None, options), RankInfo(0, 1, 0, 1, torch.device("cpu")))
+    dying.communicate()
+    assert ended_before_warm_up == [True]
 
 
 def test_a_replacement_that_waits_leaves_on_an_order(monkeypatch: pytest.MonkeyPatch, parking) -> None:

@@ -3,18 +3,25 @@
 A load copies tens of GB. Four threads together copied 7 GB/s from memory that is not page-locked to a device. Eight
 threads that copy through their own page-locked memory reach 17 GB/s (dev/reports/recovery.md). A single thread fills
 new memory at 2 GB/s.
+
+A snapshot that is mapped into a new process costs the mapping of its pages, 15 GB/s for eight threads (dev/log.md,
+page-locking). `ShardCopier.copy_from_file` maps none: each thread reads a piece of the file into its page-locked
+memory, and computes the piece's checksum while the device copies it.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.chunks import TensorShard, box_slices, intersect_boxes, split_box
 from megascale.core.capacity import usable_cores
 from megascale.core.tensors import Box
@@ -22,9 +29,46 @@ from megascale.core.tensors import Box
 log = logging.getLogger(__name__)
 
 _MAX_THREADS_FEW_CORES = 4  # with few cores: one thread per core, up to this number
-_MAX_THREADS = 8  # with many cores: one thread per two cores, up to this number
+_MAX_THREADS = 16  # with many cores: one thread per two cores, up to this number
 _COPY_BYTES = 16 << 20  # largest part of a chunk that one thread copies at a time
 _NUMPY_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
+
+
+class FileRange(NamedTuple):
+    """Bytes of an open file.
+
+    Attributes:
+        descriptor: file descriptor, which stays open until the bytes have been read.
+        start: offset of the first byte.
+        size: number of bytes.
+    """
+
+    descriptor: int
+    start: int
+    size: int
+
+    def read_into(self, memory: np.ndarray) -> None:
+        """Read the bytes into `memory` ([size] uint8). Raises OSError if the file has fewer bytes."""
+        count = 0
+        while count < self.size:
+            read_bytes = os.preadv(self.descriptor, [memory[count:].data], self.start + count)
+            if not read_bytes:
+                raise OSError(f"the file ends {self.size - count} bytes early")
+            count += read_bytes
+
+
+class CopiedPiece(NamedTuple):
+    """Piece of a chunk that was copied from a file.
+
+    Attributes:
+        crc: CRC-32 of the bytes.
+        size: number of bytes.
+        problem: why the file was not read, or an empty text.
+    """
+
+    crc: int
+    size: int
+    problem: str = ""
 
 
 class PinnedBuffer:
@@ -40,6 +84,10 @@ class PinnedBuffer:
 
     def __init__(self, size: int, page_locked: bool = True) -> None:
         self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=page_locked)
+
+    def view_bytes(self, size: int) -> torch.Tensor:
+        """Return the first `size` bytes of the buffer."""
+        return self._memory[:size]
 
     def copy_in(self, source: torch.Tensor) -> torch.Tensor | None:
         """Copy a tensor of any strides into the buffer.
@@ -69,8 +117,8 @@ class ShardCopier:
         cores = usable_cores()
         self._pool = ThreadPoolExecutor(max(min(_MAX_THREADS_FEW_CORES, cores), min(_MAX_THREADS, cores // 2)))
         self._thread_state = threading.local()
-        self._previous_round: list[Future[None]] = []
-        self._current_round: list[Future[None]] = []
+        self._previous_round: list[Future[Any]] = []
+        self._current_round: list[Future[Any]] = []
 
     def __enter__(self) -> ShardCopier:
         for device in self._devices:  # the shards' memory may still be initialised on this thread's stream
@@ -105,6 +153,26 @@ class ShardCopier:
             copy = self._submit(target[box_slices(shard.box, copied_box)], tensor[box_slices(box, copied_box)])
             self._current_round.append(copy)
 
+    def copy_from_file(self, source: FileRange, target: torch.Tensor) -> list[Future[CopiedPiece]]:
+        """Start to copy bytes of a file into the memory of a contiguous tensor, and return the copies in file order.
+
+        Args:
+            target: tensor with `source.size` bytes.
+        """
+        copies = self._submit_pieces(source, target)
+        self._current_round += copies
+        return copies
+
+    def _submit_pieces(self, source: FileRange, target: torch.Tensor) -> list[Future[CopiedPiece]]:
+        with torch.no_grad():
+            target_bytes = target.detach().view(-1).view(torch.uint8)
+        copies = []
+        for start in range(0, source.size, _COPY_BYTES):
+            size = min(_COPY_BYTES, source.size - start)
+            piece = FileRange(source.descriptor, source.start + start, size)
+            copies.append(self._pool.submit(self._copy_piece, piece, target_bytes[start : start + size]))
+        return copies
+
     def wait_for_previous_round(self) -> None:
         """End the current round, and wait for the copies of the round before it."""
         for copy in self._previous_round:
@@ -117,9 +185,26 @@ class ShardCopier:
 
         Any thread may call this method. The result is complete on return.
         """
-        result = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8, device=device)
-        copies = []
-        for target_bytes, tensor in zip(result.split([tensor.nbytes for tensor in tensors]), tensors, strict=True):
+        result, _ = self.join(tensors, device)
+        return result
+
+    def join(
+        self, sources: Sequence[torch.Tensor | FileRange], device: torch.device
+    ) -> tuple[torch.Tensor, list[list[CopiedPiece]]]:
+        """Concatenate bytes of host memory and of files as `join_tensors` does.
+
+        Returns:
+            The bytes, and for each source that is a range of a file its pieces.
+        """
+        sizes = [source.size if isinstance(source, FileRange) else source.nbytes for source in sources]
+        result = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        copies: list[Future[None]] = []
+        file_copies: list[list[Future[CopiedPiece]]] = []
+        for target_bytes, source in zip(result.split(sizes), sources, strict=True):
+            if isinstance(source, FileRange):
+                file_copies.append(self._submit_pieces(source, target_bytes))
+                continue
+            tensor = source
             if target_bytes.storage_offset() % tensor.element_size():  # tensors of a smaller dtype precede it
                 tensor = tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
             target = target_bytes.view(tensor.dtype).view(tensor.shape)
@@ -129,7 +214,7 @@ class ShardCopier:
                 copies.append(self._submit(target[slices], tensor[slices]))
         for copy in copies:
             copy.result()
-        return result
+        return result, [[copy.result() for copy in pieces] for pieces in file_copies]
 
     def _submit(self, target: torch.Tensor, source: torch.Tensor) -> Future[None]:
         return self._pool.submit(self._copy, target, source)
@@ -147,6 +232,32 @@ class ShardCopier:
                     pinned = buffer.copy_in(source)
                 target.copy_(source if pinned is None else pinned, non_blocking=pinned is not None)
                 stream.synchronize()
+
+    def _copy_piece(self, source: FileRange, target: torch.Tensor) -> CopiedPiece:
+        try:
+            if target.is_cuda:
+                return CopiedPiece(self._copy_to_device(source, target), source.size)
+            memory = target.numpy()
+            source.read_into(memory)
+        except OSError as error:
+            return CopiedPiece(0, source.size, str(error))
+        return CopiedPiece(crc32(memory), source.size)
+
+    def _copy_to_device(self, source: FileRange, target: torch.Tensor) -> int:
+        """Copy a piece through this thread's page-locked memory, and return the CRC-32. Raises OSError as `source`."""
+        buffer = self._page_locked_buffer()
+        if buffer is None:
+            staged = torch.empty(source.size, dtype=torch.uint8)
+        else:
+            staged = buffer.view_bytes(source.size)
+        memory = staged.numpy()
+        source.read_into(memory)
+        stream = self._device_stream(target.device)
+        with torch.no_grad(), torch.cuda.stream(stream):
+            target.copy_(staged, non_blocking=buffer is not None)
+        crc = crc32(memory)  # while the device copies
+        stream.synchronize()
+        return crc
 
     def _device_stream(self, device: torch.device) -> torch.cuda.Stream:
         """Return this thread's stream for a device."""

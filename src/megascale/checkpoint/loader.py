@@ -8,6 +8,7 @@ Chunks move in rounds, and later rounds are read while earlier ones are sent. `l
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import warnings
@@ -22,10 +23,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from megascale.checkpoint.copies import ShardCopier
+from megascale.checkpoint.copies import CopiedPiece, FileRange, ShardCopier
 from megascale.checkpoint.format import step_folders as folders
-from megascale.checkpoint.format.archive import crc32, element_size
-from megascale.checkpoint.format.chunks import TensorShard, box_slices
+from megascale.checkpoint.format.archive import combine_crc32, crc32, element_size
+from megascale.checkpoint.format.chunks import TensorShard, box_slices, intersect_boxes
 from megascale.checkpoint.format.commit import Commit, DamagedCheckpoint
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.format.mismatch import explain_leftovers, explain_mismatch
@@ -116,10 +117,12 @@ class ChunkSource:
     Attributes:
         max_rounds_ahead: number of rounds that are read in advance, in one thread per round.
         round_bytes: bytes that a process sends per round. Default: `read_plan.ROUND_BYTES`.
+        has_ranges: whether `find_range` is available.
     """
 
     max_rounds_ahead = 3
     round_bytes: int | None = None
+    has_ranges = False
 
     def __init__(
         self,
@@ -137,6 +140,13 @@ class ChunkSource:
 
     def read(self, file: str, start: int, stop: int) -> Buffer:
         """Return the bytes from `start` up to `stop` of a data file. Several threads may read at the same time."""
+        raise NotImplementedError
+
+    def find_range(self, file: str, start: int, stop: int) -> FileRange:
+        """Return where threads can read the bytes from `start` up to `stop` of a data file themselves.
+
+        Raises OSError if the file is no longer available.
+        """
         raise NotImplementedError
 
     def read_chunks(self, rows: np.ndarray, report: LoadReport) -> dict[int, torch.Tensor]:
@@ -371,6 +381,21 @@ def fill_shards(
 
 
 @dataclass(frozen=True)
+class _DirectChunk:
+    """Chunk whose bytes are copied to one range of a shard's memory, without a step in between.
+
+    Attributes:
+        row: row of the chunk in the index.
+        target: the elements in the shard's memory.
+        copies: copies of the chunk's pieces, in order.
+    """
+
+    row: int
+    target: torch.Tensor
+    copies: list[Future[CopiedPiece]]
+
+
+@dataclass(frozen=True)
 class _Round:
     """Chunks that this process has read for one round.
 
@@ -413,6 +438,10 @@ class ChunkTransfer:
         else:
             self._rounds = plan_rounds(self._index, reader, requests, source.round_bytes)
         is_moved = find_moved_chunks(reader, requests)
+        self._direct_chunks: list[_DirectChunk] = []
+        self._targets: dict[int, torch.Tensor] = {}  # by row of the direct chunks
+        if source.has_ranges:
+            self._targets = self._find_direct_targets(np.flatnonzero((reader == peers.rank) & ~is_moved))
         # Whether each round needs an exchange. All processes know it, so that rounds without one need no collective.
         self._needs_exchange = [any(is_moved[rows].any() for rows in rank_rows) for rank_rows in self._rounds]
 
@@ -430,6 +459,7 @@ class ChunkTransfer:
                 received = self._exchange_round(number, read_round)
                 # The first exchange also connects the processes.
                 part_start = report.measure("exchange" if number else "first exchange", part_start)
+                self._copy_direct_chunks(number, report)
                 for row, box, tensor in read_round.local + received:
                     for shard in self._shards[self._index.name(row)]:
                         self._copier.copy_to_shard(box, tensor, shard)
@@ -437,19 +467,74 @@ class ChunkTransfer:
                 report.measure("copy", part_start)
                 if number + rounds_ahead < len(self._rounds):
                     pending.append(pool.submit(self._read_round, number + rounds_ahead))
+        part_start = time.monotonic()
+        self._check_direct_chunks(report)
+        report.measure("copy", part_start)
+
+    def _find_direct_targets(self, rows: np.ndarray) -> dict[int, torch.Tensor]:
+        """Return the target of each chunk that one contiguous range of a shard's memory receives as it is stored.
+
+        Args:
+            rows: chunks that this process reads, and no other process needs.
+        """
+        targets: dict[int, torch.Tensor] = {}
+        for row in rows.tolist():
+            box = self._index.box(row)
+            overlaps = [
+                shard for shard in self._shards.get(self._index.name(row), []) if intersect_boxes(box, shard.box)
+            ]
+            if len(overlaps) != 1 or intersect_boxes(box, overlaps[0].box) != box:
+                continue
+            shard = overlaps[0]
+            target = shard.tensor.detach()[box_slices(shard.box, box)]
+            if target.is_contiguous() and target.dtype == getattr(torch, self._index.info(row).dtype):
+                targets[row] = target
+        return targets
+
+    def _copy_direct_chunks(self, number: int, report: LoadReport) -> None:
+        """Start to copy the chunks of a round that need no step in between."""
+        for row in self._rounds[number][self._peers.rank].tolist():
+            if row not in self._targets:
+                continue
+            try:
+                source = self._find_range(row)
+            except OSError as error:
+                report.damage.append(f"{self._index.file(row)} cannot be read: {error}")
+                continue
+            copies = self._copier.copy_from_file(source, self._targets[row])
+            self._direct_chunks.append(_DirectChunk(row, self._targets[row], copies))
+            report.read_bytes += source.size
+
+    def _check_direct_chunks(self, report: LoadReport) -> None:
+        """Wait for the copies of direct chunks and check them. A damaged chunk is reported and its target zeroed."""
+        for chunk in self._direct_chunks:
+            damage = self._find_damage(chunk.row, [copy.result() for copy in chunk.copies])
+            if damage:
+                report.damage.append(damage)
+                chunk.target.zero_()
 
     def _read_round(self, number: int) -> _Round:
         """Read and check the chunks that this process reads in a round, and collect the bytes for other processes."""
         rows = self._rounds[number][self._peers.rank]
         report = LoadReport()
-        chunks = self._source.read_chunks(rows, report)
+        forwarded_rows = self._find_forwarded(rows)
+        read_rows = [row for row in rows.tolist() if row not in self._targets and row not in forwarded_rows]
+        chunks = self._source.read_chunks(np.array(read_rows, np.int64), report)
         local: list[BoxElements] = []
-        outgoing: list[torch.Tensor] = []
+        outgoing: list[torch.Tensor | FileRange] = []
+        outgoing_rows: list[int] = []  # rows of the ranges among `outgoing`
         outgoing_bytes = [0] * len(self._requests)
         for rank, request in enumerate(self._requests):
             if rank != self._peers.rank and not self._needs_exchange[number]:
                 continue
             for row, packed_box in request.select(rows):
+                if row in forwarded_rows:
+                    outgoing.append(forwarded_rows[row])
+                    outgoing_rows.append(row)
+                    outgoing_bytes[rank] += forwarded_rows[row].size
+                    continue
+                if row in self._targets:
+                    continue
                 box = unpack_box(self._index, row, packed_box)
                 elements = chunks[row][box_slices(self._index.box(row), box)]
                 if rank == self._peers.rank:
@@ -458,11 +543,51 @@ class ChunkTransfer:
                     outgoing.append(elements)
                     outgoing_bytes[rank] += elements.nbytes
         report.sent_bytes = sum(outgoing_bytes)
+        joined = None
         if self._needs_exchange[number]:
-            joined = self._copier.join_tensors(outgoing, self._device)
-        else:
-            joined = None
+            joined, copied_pieces = self._copier.join(outgoing, self._device)
+            for row, pieces in zip(outgoing_rows, copied_pieces, strict=True):
+                report.read_bytes += sum(piece.size for piece in pieces)
+                damage = self._find_damage(row, pieces)
+                if damage:
+                    report.damage.append(damage)
         return _Round(local, joined, outgoing_bytes, report)
+
+    def _find_forwarded(self, rows: np.ndarray) -> dict[int, FileRange]:
+        """Return the chunks that only other processes need, each as a whole, with the ranges of their bytes.
+
+        A chunk whose file is not available is not among them, so that reading it reports the damage.
+        """
+        if not self._source.has_ranges:
+            return {}
+        partial_rows: set[int] = set()
+        for rank, request in enumerate(self._requests):
+            for row, packed_box in request.select(rows):
+                if rank == self._peers.rank or unpack_box(self._index, row, packed_box) != self._index.box(row):
+                    partial_rows.add(row)
+        ranges: dict[int, FileRange] = {}
+        for row in rows.tolist():
+            if row not in partial_rows:
+                with contextlib.suppress(OSError):
+                    ranges[row] = self._find_range(row)
+        return ranges
+
+    def _find_range(self, row: int) -> FileRange:
+        """Return the range of a chunk's bytes. Raises OSError if its file is not available."""
+        start = int(self._index.columns["data"][row])
+        return self._source.find_range(self._index.file(row), start, start + self._index.nbytes(row))
+
+    def _find_damage(self, row: int, pieces: Sequence[CopiedPiece]) -> str:
+        """Return the damage of a chunk whose pieces were copied from its file, or an empty text."""
+        file = self._index.file(row)
+        crc = 0
+        for piece in pieces:
+            if piece.problem:
+                return f"{file} cannot be read: {piece.problem}"
+            crc = combine_crc32(crc, piece.crc, piece.size)
+        if self._source.has_checksums and crc != int(self._index.columns["crc"][row]):
+            return f"{file} holds other bytes for {self._index.name(row)} than were written"
+        return ""
 
     def _exchange_round(self, number: int, read_round: _Round) -> list[BoxElements]:
         """Send the bytes that other processes need, and return the elements that this process needs from them."""

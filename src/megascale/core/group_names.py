@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-_NAME_WITH_ATTEMPT = re.compile(r"(\w+/\d+(?:-\d+)?)@\d+")
+_NAME_WITH_ATTEMPT = re.compile(r"(\w+/\d+(?:-\d+)?)@(\d+)")
 
 
 def make_attempt_suffix(attempt: int) -> str:
@@ -23,3 +23,11 @@ def remove_attempt(name: str) -> str:
     if match is None:
         return name
     return match[1]
+
+
+def read_attempt(name: str) -> int | None:
+    """Return the attempt of a group of torch, or None if its name has none."""
+    match = _NAME_WITH_ATTEMPT.fullmatch(name)
+    if match is None:
+        return None
+    return int(match[2])

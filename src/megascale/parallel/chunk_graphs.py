@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from megascale.core.calls import NullCallLog
 from megascale.core.capture_plan import find_boundaries, find_free_index, plan_captures
 from megascale.core.schedule import Action
-from megascale.errors import MegascaleError
 from megascale.ops.gradient_sink import GradientSink, get_sink
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.captures import CudaCapture, CudaCapturePool, HostCapture, HostCapturePool
@@ -188,7 +187,8 @@ class ChunkGraphs:
     ) -> CapturedMicrobatch | None:
         """Return the captures for micro-batch `i`; capture if there are none yet.
 
-        Return None if a capture fails on any rank of the tensor-parallel group (ZeRO-2 and 3: of the stage).
+        Return None if a capture fails on any rank of the tensor-parallel group (ZeRO-2 and 3: of the stage). Raise
+        TrainingError if a peer of the exchange has died.
 
         Args:
             flight_index: index of the micro-batch among those in flight. There is memory for each index.
@@ -227,10 +227,11 @@ class ChunkGraphs:
         self._runtime.stream.synchronize()
         try:
             microbatch = self._capture(chunk, flight_index, overwrites, make_inputs())
-        except MegascaleError:
-            raise
         except Exception as error:
-            # A run does not need its captures, so no error of a capture may end it.
+            # After the loss of a peer, the ranks cannot agree on a failed capture.
+            if self._tensor_axis.exchange is not None:
+                self._tensor_axis.exchange.check()
+            # A run does not need its captures, so no other error of a capture may end it.
             self.failure = f"capture failed: {_get_first_line(error)}"
         if self._has_any_rank_failed():
             group = "tensor-parallel group" if self._agreement_axis is self._tensor_axis else "pipeline stage"

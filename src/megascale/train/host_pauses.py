@@ -36,9 +36,11 @@ class GarbageCollector:
     Args:
         interval: steps between collections; 0 leaves collection to Python.
         excludes_objects: whether to exclude objects. False in a process that may outlive the training: to collect the
-            training's objects, `close` would include all objects, also those of `exclude_imports`. Instead, later
+            training's objects, `close` would include all objects, also those of `exclude_imports`. Instead, most later
             collections omit Python's oldest generation.
     """
+
+    full_period = 20  # collections from a full one to the next, without which objects that grow old would pile up
 
     def __init__(self, interval: int, *, excludes_objects: bool = True) -> None:
         self.interval = interval
@@ -54,10 +56,11 @@ class GarbageCollector:
         """Collect if a collection is due after `step`, whose operations are queued on the device."""
         if not self.is_due(step):
             return
-        if self._is_active and not self._excludes_objects:
-            gc.collect(1)  # without the oldest generation, which has the objects that outlived a collection
-        else:
+        is_full = not self._is_active or self._excludes_objects or step % (self.full_period * self.interval) == 0
+        if is_full:
             gc.collect()
+        else:
+            gc.collect(1)  # without the oldest generation, which has the objects that outlived a collection
         if not self._is_active:
             if self._excludes_objects:
                 gc.freeze()

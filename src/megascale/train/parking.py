@@ -38,6 +38,7 @@ from megascale.rendezvous import groups as rank_groups
 from megascale.rendezvous.group_sockets import cut_connections, list_new_sockets, list_sockets
 from megascale.rendezvous.groups import Groups
 from megascale.train.host_pauses import exclude_imports
+from megascale.train.predecessors import await_predecessors
 from megascale.train.rank_info import RankInfo
 from megascale.train.run_folder import RunFolder
 from megascale.train.snapshot_reserve import estimate_slot_sizes
@@ -289,6 +290,7 @@ class Parking:
             config: the resolved configuration.
         """
         os.environ.pop(PREPARED_VARIABLE)
+        await_predecessors(lambda: None)  # warm-up and staging memory need memory that killed processes still have
         warm_up(config, rank_info.local_rank, use_gpu=rank_info.device.type == "cuda")
         exclude_imports()
         folder = RunFolder(config.run_folder)

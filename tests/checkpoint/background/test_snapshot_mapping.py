@@ -45,5 +45,13 @@ def test_reads_do_not_wait_until_all_pages_are_mapped(monkeypatch):
     assert has_begun.wait(60)
     assert bytes(snapshots.read(3, 0, len(CONTENT))) == CONTENT
     may_end.set()
+
+
+def test_a_snapshot_is_open_until_the_load_ends():
+    service = Service()
+    snapshots = MemorySnapshots(service, "1")  # type: ignore[arg-type]
+    descriptor = snapshots.open(3).descriptor
+    assert os.pread(descriptor, 20, 10) == CONTENT[10:30]
+    del snapshots
     with pytest.raises(OSError):
-        os.fstat(service.files[0])  # the mapping needs no descriptor
+        os.fstat(descriptor)

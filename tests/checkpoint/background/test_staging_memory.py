@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -515,6 +516,30 @@ def test_a_waiting_process_prepares_memory_that_its_first_checkpointer_takes(run
     assert [slot.map for slot in checkpointer.snapshots._slots] == mappings
     checkpointer.finish(run_ended=False)
     assert Checkpointer(config, run, full_shards(logical_state(2))).load() == {"step": 1}
+
+
+def test_a_slot_is_unregistered_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread closes slots of earlier attempts. It starts on the first GPU, and a call there would make a context."""
+    calls: list[str] = []
+
+    @contextlib.contextmanager
+    def enter_device(device: torch.device) -> Iterator[None]:
+        calls.append(f"enter {device}")
+        yield
+        calls.append("leave")
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda address: calls.append("unregister")
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", enter_device)
+    memory = os.memfd_create("test")
+    os.ftruncate(memory, PAGE)
+    slot = StagingSlot(memory, CheckpointIndex.make_empty(), [], torch.device("cuda", 3))
+    assert slot.page_lock()
+    slot.close()
+    slot.close()
+    assert calls == ["enter cuda:3", "unregister", "leave"]
 
 
 def test_memory_that_cannot_be_prepared_is_left_to_the_first_checkpointer(

@@ -517,6 +517,62 @@ def test_a_replacement_learns_which_killed_processes_have_not_ended(tmp_path: Pa
     server_end.close()
 
 
+def test_processes_of_a_new_fork_server_learn_of_those_that_died_under_the_old_one(tmp_path: Path) -> None:
+    order = Start(1, 2, "tiny", (0,), 1, ("127.0.0.1", 1), "", ())
+    local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
+    local._dying_pids = {77}
+    local.end_server()
+    asyncio.run(asyncio.wait_for(local.await_exits("kill"), 30))  # no report would end this wait
+    agent_end, server_end = socket.socketpair()
+    with agent_end, server_end:
+        for attempt in (3, 4):
+            local._socket = agent_end
+            local.start(replace(order, attempt=attempt), "127.0.0.1", b"t" * 64)
+            local.trainers = {}
+        forks = FrameReader(TO_FORK_SERVER).feed(server_end.recv(1 << 20))
+        assert [fork.env[DYING_VARIABLE] for fork in forks] == ["77", ""]
+
+
+def test_a_standby_process_that_ends_is_not_started_again_in_its_attempt(tmp_path: Path) -> None:
+    """It may lack memory. Each start would take memory and time of the ranks that train."""
+    order = Start(1, 2, "tiny", (0, 1), 2, ("127.0.0.1", 1), "", ())
+    limits = ResilienceConfig(standby_processes=True)
+    local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None, limits=limits)
+    agent_end, server_end = socket.socketpair()
+    server = subprocess.Popen(["sleep", "600"])
+    orders = FrameReader(TO_FORK_SERVER)
+
+    def train_a_step() -> list[int]:
+        """Let each rank complete a step, and return the ranks whose standby processes are started."""
+        for rank, trainer in local.trainers.items():
+            trainer.pid, trainer.first_step, trainer.progress = _UNUSED_PID + rank, 0, Progress("train", 1)
+        local._start_standby_processes()
+        messages = orders.feed(server_end.recv(1 << 20))
+        forks = [message for message in messages if isinstance(message, Fork) and message.attempt == 0]
+        for fork in forks:
+            local._handle_report(Forked(rank=fork.rank, pid=_UNUSED_PID + 10 + fork.rank, attempt=0))
+        return [fork.rank for fork in forks]
+
+    try:
+        with agent_end, server_end:
+            local._server, local._socket = server, agent_end
+            local.start(order, "127.0.0.1", b"t" * 64)
+            assert train_a_step() == [0, 1]
+            local._handle_report(Ended(_UNUSED_PID + 11, 1 << 8, error="CUDA error: out of memory"))
+            local._start_standby_processes()
+            server_end.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                server_end.recv(1)
+            server_end.setblocking(True)
+            for trainer in local.trainers.values():
+                trainer.end(signal.SIGKILL)
+            local.start(replace(order, attempt=3), "127.0.0.1", b"t" * 64)
+            assert train_a_step() == [0, 1]  # the next attempt tries again
+    finally:
+        server.kill()
+        server.wait()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def test_a_standby_process_replaces_a_killed_rank_and_gets_a_successor(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "node").mkdir()

@@ -55,6 +55,27 @@ def test_a_node_without_a_free_gpu_gets_none(tmp_path: Path, monkeypatch: pytest
     assert devices(cluster, "n2") == ""
 
 
+def test_agents_that_start_together_get_different_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPUs of the first agent are recorded in a thread, while the second agent may already choose."""
+    cluster = LocalCluster(ClusterRequest(tmp_path, Config(), (("0",), ("1",))))
+    monkeypatch.setattr(local, "module_command", lambda *arguments: ["sh", "-c", "exec sleep 60"])
+    monkeypatch.setattr(cluster, "_write_job", lambda name: cluster.folder / name)
+    names = ("n5", "n6")
+    for name in names:
+        (cluster.folder / name).mkdir()
+
+    async def start() -> tuple[list[bool], list[str]]:
+        started = await asyncio.gather(*(cluster.start_agent(name) for name in names))
+        groups = [cluster._read_state(name)["devices"] for name in names]
+        await asyncio.gather(*(cluster.fence(name) for name in names))
+        return started, groups
+
+    started, groups = asyncio.run(start())
+    assert started == [True, True]
+    assert sorted(groups) == ["0", "1"]
+    assert not any(info.has_agent for info in cluster.nodes())
+
+
 @pytest.mark.parametrize("separate", [False, True])
 def test_an_evicted_node_gives_its_memory_back(tmp_path: Path, separate: bool) -> None:
     make = ApartCluster if separate else LocalCluster

@@ -7,6 +7,7 @@ import json
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import numpy as np
 
 from megascale.checkpoint.background import snapshot_memory
 from megascale.checkpoint.background.service_protocol import ListSnapshots, OpenedSnapshot, OpenSnapshot
+from megascale.checkpoint.copies import FileRange
 from megascale.checkpoint.format.chunks import TensorShard
 from megascale.checkpoint.format.index import CheckpointIndex, join_indexes
 from megascale.checkpoint.format.write_plan import data_file_name
@@ -64,19 +66,29 @@ class DescribedSave:
 
 @dataclass
 class _OpenSnapshot:
-    """Snapshot that is mapped into this process, with its description and its index as bytes."""
+    """Snapshot that is mapped into this process, with its description and its index as bytes.
+
+    Attributes:
+        mapping: the memory. Its pages are mapped when they are first read.
+        descriptor: descriptor of the memory, which this object closes.
+        is_read: whether bytes of the mapping were read.
+    """
 
     mapping: mmap.mmap
+    descriptor: int
     message: OpenedSnapshot
     index: bytes
     is_read: bool = False
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, os.close, self.descriptor)
 
 
 class MemorySnapshots:
     """Snapshots of one save in this host's service, which are mapped on first use.
 
     A snapshot has tens of GB, whose pages take seconds to map. From the first read on, threads map the pages while the
-    first chunks are checked and copied. A snapshot that is not read costs no time.
+    first chunks are checked and copied. A snapshot that is not read through its mapping costs no time.
 
     Args:
         service: conversation with the host's service, or None without a service.
@@ -99,9 +111,10 @@ class MemorySnapshots:
                 (descriptor,) = self._service.files
                 try:
                     mapping = mmap.mmap(descriptor, message.size, mmap.MAP_SHARED, mmap.PROT_READ)
-                finally:
+                except OSError:
                     os.close(descriptor)
-                self._opened[rank] = _OpenSnapshot(mapping, message, index)
+                    raise
+                self._opened[rank] = _OpenSnapshot(mapping, descriptor, message, index)
             return self._opened[rank]
 
     def read(self, rank: int, start: int, stop: int) -> memoryview:
@@ -126,6 +139,7 @@ def _map_pages(mapping: mmap.mmap) -> None:
 class MemoryChunks(ChunkSource):
     """Chunks of a save in memory, where each snapshot is one data file."""
 
+    has_ranges = True
     max_rounds_ahead = 8  # more than for storage, because one thread only checks 2 to 3 GB/s
 
     def __init__(
@@ -136,8 +150,15 @@ class MemoryChunks(ChunkSource):
         self._snapshots = snapshots
 
     def read(self, file: str, start: int, stop: int) -> memoryview:
-        rank = int(file.removeprefix("-").split(".")[0])
-        return self._snapshots.read(rank, start, stop)
+        return self._snapshots.read(_parse_rank(file), start, stop)
+
+    def find_range(self, file: str, start: int, stop: int) -> FileRange:
+        return FileRange(self._snapshots.open(_parse_rank(file)).descriptor, start, stop - start)
+
+
+def _parse_rank(file: str) -> int:
+    """Return the rank whose snapshot is a data file of a save in memory."""
+    return int(file.removeprefix("-").split(".")[0])
 
 
 class _ListedSnapshot(NamedTuple):

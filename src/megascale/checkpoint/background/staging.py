@@ -302,7 +302,9 @@ class StagingSlot:
         """Release the memory in this process."""
         self._release_service()
         if self._is_page_locked:
-            torch.cuda.cudart().cudaHostUnregister(ctypes.addressof(ctypes.c_char.from_buffer(self.map)))
+            # In a new thread, CUDA would make a context on the first GPU, which takes memory there.
+            with torch.cuda.device(self._device):
+                torch.cuda.cudart().cudaHostUnregister(ctypes.addressof(ctypes.c_char.from_buffer(self.map)))
             self._is_page_locked = False
         self.pairs.clear()
         with contextlib.suppress(BufferError):  # a tensor still uses the mapping, which is released with the tensor

@@ -11,13 +11,14 @@ import json
 import math
 import pickle
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megascale.core import strict_json
 from megascale.core.calls import Call, CallRecord, GroupCounts, PendingWait
-from megascale.core.group_names import remove_attempt
+from megascale.core.group_names import read_attempt, remove_attempt
 from megascale.core.untrusted_files import check_pickle, read_bounded
 from megascale.errors import DataError
 
@@ -89,16 +90,19 @@ def _parse_rank(file: Path) -> int:
 
 
 def _convert(dump: dict[str, Any], rank: int, world: int) -> FlightDump:
+    configured_groups = sorted(
+        dump.get("pg_config", {}).values(), key=lambda group: read_attempt(str(group.get("name"))) or 0
+    )
+    # Of groups with the same name, the last one is of the newest attempt.
     members = {
-        remove_attempt(str(group.get("name"))): _parse_members(group.get("ranks"))
-        for group in dump.get("pg_config", {}).values()
+        remove_attempt(str(group.get("name"))): _parse_members(group.get("ranks")) for group in configured_groups
     }
     calls: list[Call] = []
     pending: list[tuple[int, Call]] = []
     queued_counts: Counter[str] = Counter()  # by group
     is_device = False
     # torch leaves out the key "entries" of a dump without calls.
-    entries = dump["entries"] if "pg_config" not in dump else dump.get("entries", ())
+    entries = _drop_earlier_attempts(dump["entries"] if "pg_config" not in dump else dump.get("entries", ()))
     has_start_times = any(entry.get("time_discovered_started_ns") for entry in entries)
     for entry in entries:
         name, description = entry["process_group"]
@@ -138,6 +142,23 @@ def _convert(dump: dict[str, Any], rank: int, world: int) -> FlightDump:
         world = max(world, *sizes.values(), 1)
     record = CallRecord(rank, 0, world, waiting=waiting, groups=groups, calls=tuple(calls), is_complete=False)
     return FlightDump(is_device, record)
+
+
+def _drop_earlier_attempts(entries: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Return the calls of the newest attempt of a process that has stayed, in order.
+
+    Calls that were aborted with an earlier attempt remain in the recorder and never complete. Calls of the default
+    group, whose name has no attempt, are dropped up to the last call of an earlier attempt.
+    """
+    attempts = [read_attempt(str(entry["process_group"][0])) for entry in entries]
+    newest = max((attempt for attempt in attempts if attempt is not None), default=None)
+    if newest is None:
+        return entries
+    first = 0
+    for index, attempt in enumerate(attempts):
+        if attempt is not None and attempt < newest:
+            first = index + 1
+    return entries[first:]
 
 
 def _convert_op(name: str) -> str:

@@ -132,7 +132,10 @@ class Trainers:
         # By rank: id of its early process, or 0 while the fork server forks it. With resilience.standby_processes every
         # rank has one from its first step on.
         self._early_pids: dict[int, int] = {}
+        self._failed_standby_ranks: set[int] = set()  # ranks whose standby process has ended in the present attempt
         self._dying_pids: set[int] = set()  # killed processes whose memory the kernel still frees
+        # The same, of earlier fork servers, which cannot report the end any more.
+        self._unreported_pids: set[int] = set()
 
     # the fork server ------------------------------------------------------------------------------------------------
 
@@ -176,6 +179,7 @@ class Trainers:
         self._socket = None
         self._read_task = None
         self._early_pids = {}
+        self._unreported_pids |= self._dying_pids
         self._dying_pids = set()
 
     def _kill_ranks(self, trainers: Sequence[TrainerProcess]) -> None:
@@ -262,7 +266,7 @@ class Trainers:
                 if trainer.pid == message.pid:
                     trainer.end(message.status, record=message.record, error=message.error)
                     self._start_early_process(trainer)
-            self._early_pids = {rank: pid for rank, pid in self._early_pids.items() if pid != message.pid}
+            self._drop_early_process(message)
         self._on_change()
 
     # an attempt -----------------------------------------------------------------------------------------------------
@@ -282,8 +286,11 @@ class Trainers:
         self._start_order = order
         self._is_preparing = order.prepares
         self.attempt = order.attempt
+        self._failed_standby_ranks = set()
         if order.fresh or self._socket is None:
             self.start_server()
+        dying_pids = ",".join(str(pid) for pid in sorted(self._dying_pids | self._unreported_pids))
+        self._unreported_pids = set()
         logs = self.run / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         self.program.close()
@@ -303,7 +310,7 @@ class Trainers:
             env[DYING_VARIABLE] = ""
             if rank in early_pids or not trainer.pid:  # the rank's process is a new one
                 trainer.replacement_reason = replacement_reasons.get(rank, "")
-                env[DYING_VARIABLE] = ",".join(str(pid) for pid in sorted(self._dying_pids))
+                env[DYING_VARIABLE] = dying_pids
             if trainer.pid:
                 trainer.attempt_start_ns = time.time_ns()
                 attempt_variables = {name: env[name] for name in _RESUMED_VARIABLES}
@@ -377,7 +384,8 @@ class Trainers:
         trainers = list(self.trainers.values())
         if isinstance(self.program, MegascaleTrainer) and all(trainer.has_stepped for trainer in trainers):
             for local_rank, trainer in enumerate(trainers):
-                self._fork_early_process(trainer, local_rank)
+                if trainer.rank not in self._failed_standby_ranks:
+                    self._fork_early_process(trainer, local_rank)
 
     def _add_early_process(self, rank: int, pid: int) -> None:
         """Store the id of an early process that was forked, or end the process if no rank waits for it any more."""
@@ -387,6 +395,18 @@ class Trainers:
                 asyncio.get_running_loop().call_later(EARLY_SECONDS, self._end_unused_process, rank, pid)
         else:
             self._end_early_process(pid)
+
+    def _drop_early_process(self, message: Ended) -> None:
+        """Forget an early process that has ended. Its rank gets no standby process until the next attempt.
+
+        A process that ends during its warm-up would otherwise be started again and again, and each would take memory.
+        """
+        for rank, pid in list(self._early_pids.items()):
+            if pid == message.pid:
+                del self._early_pids[rank]
+                self._failed_standby_ranks.add(rank)
+                reason = message.error or f"wait status {message.status}"
+                log.warning("the process that waits to replace rank %d has ended: %s", rank, reason)
 
     def _take_early_processes(self, order: Start, parked_pids: Mapping[int, int]) -> dict[int, int]:
         """Return the process ids of early processes that the order can use, by rank.

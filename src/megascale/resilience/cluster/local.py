@@ -47,6 +47,9 @@ class LocalCluster(Cluster):
         self._job: tuple[JobDescription, bytes] | None = None  # the announced job, and its token
         self._children: list[subprocess.Popen[bytes]] = []  # agents that this driver started
         self._blocked: set[str] = set()  # names of evicted nodes
+        self._locks: dict[str, asyncio.Lock] = {}  # by node, held while its agent is started or killed
+        # Held from the choice of an agent's GPUs until they are recorded, so that two agents choose different ones.
+        self._gpu_lock = asyncio.Lock()
 
     def announce(self, job: JobDescription, token: bytes) -> None:
         self._job = (job, token)
@@ -90,12 +93,24 @@ class LocalCluster(Cluster):
         if (folder / DOWN_FILE).exists() or not folder.exists():
             return False
         await self.fence(name)
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            await self._end_agent(name)  # another start of the node may have come first
+            return await self._start_agent(name)
+
+    async def _start_agent(self, name: str) -> bool:
+        """Start the agent of a node without one. Files are written in threads, because the disk may be busy."""
         self._children = [child for child in self._children if child.poll() is None]
         try:
-            agent_folder = self._write_job(name)
+            agent_folder = await asyncio.to_thread(self._write_job, name)
         except OSError as error:
             log.warning("no agent on %s: its job description cannot be written: %s", name, error)
             return False
+        async with self._gpu_lock:
+            return await self._start_process(name, agent_folder)
+
+    async def _start_process(self, name: str, agent_folder: Path) -> bool:
+        """Start the process of a node's agent and record it; return False if that is not possible."""
+        folder = self.folder / name
         environment = dict(os.environ)
         devices = ""
         if self.devices:
@@ -109,14 +124,15 @@ class LocalCluster(Cluster):
             )
         self._children.append(child)
         state = {"pid": child.pid, "born": read_birth_time(child.pid), "devices": devices}
-        temporary = folder / f"{STATE_FILE}.tmp"
         try:
-            temporary.write_text(json.dumps(state))
-            os.replace(temporary, folder / STATE_FILE)
+            await asyncio.to_thread(_replace_text, folder / STATE_FILE, json.dumps(state))
         except OSError as error:
             child.kill()  # Without the file, nothing could find or end the agent.
             log.warning("no agent on %s: %s cannot be written: %s", name, folder / STATE_FILE, error)
             return False
+        except asyncio.CancelledError:
+            child.kill()
+            raise
         return True
 
     async def fence(self, name: str) -> bool:
@@ -125,6 +141,11 @@ class LocalCluster(Cluster):
         On a blocked node the checkpoint service is killed too: its snapshots are no longer read, and the other nodes of
         this machine need the memory.
         """
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            return await self._end_agent(name)
+
+    async def _end_agent(self, name: str) -> bool:
+        """Carry out `fence`."""
         pid = find_agent(self.folder / name)
         if pid:
             os.kill(pid, signal.SIGKILL)
@@ -212,6 +233,13 @@ class ApartCluster(LocalCluster):
     """
 
     has_own_folders = True
+
+
+def _replace_text(path: Path, text: str) -> None:
+    """Write a file atomically."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
 
 
 def _parse_number(name: str) -> int:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import shutil
 import socket
 import sqlite3
 import subprocess
@@ -22,6 +25,54 @@ from megascale.resilience.driver.state.audit_log import AuditLog
 from megascale.resilience.driver.state.job_state import JobState, NodeRecord, NodeState, Phase
 from megascale.resilience.driver.state.journal import JOURNAL_FILE, Journal, JournalFenced
 from megascale.resilience.driver.state.journal_reader import JournalReader
+
+# fsync and fdatasync that wait for a busy disk once BUSY_DISK names a pipe, until the pipe is opened for writing. Each
+# call appends its name and the path of its file to the file FLUSHES.
+BUSY_DISK = """
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+static int flush(int file, const char *name, long call) {
+    char link[64], path[4096];
+    const char *pipe = getenv("BUSY_DISK");
+    if (pipe) close(open(pipe, O_RDONLY));
+    snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+    ssize_t length = readlink(link, path, sizeof path);
+    int log = open(getenv("FLUSHES"), O_WRONLY | O_CREAT | O_APPEND, 0600);
+    dprintf(log, "%s %.*s\\n", name, (int)length, path);
+    close(log);
+    return syscall(call, file);
+}
+
+int fsync(int file) { return flush(file, "fsync", SYS_fsync); }
+int fdatasync(int file) { return flush(file, "fdatasync", SYS_fdatasync); }
+"""
+
+RECOVERY = """
+import os, sys
+from dataclasses import replace
+from pathlib import Path
+from megascale.resilience.driver.state.job_state import JobEvent, JobState, Phase
+from megascale.resilience.driver.state.journal import Journal
+
+run = Path(sys.argv[1])
+journal, _ = Journal.take(run, 0.1)
+state = JobState("a", Phase.RUNNING, 1, ("n0",), 1, 1)
+journal.save_job(state)
+os.environ["BUSY_DISK"] = str(run / "pipe")
+for event in (JobEvent.START_ENDED, JobEvent.RECOVERING, JobEvent.RESTARTED):
+    journal.record(event, {}, state)
+journal.add("recovery_action", attempt=1)
+print("recorded", flush=True)
+sys.stdin.readline()
+flushes = Path(os.environ["FLUSHES"])
+journal.record(JobEvent.PAUSED, {}, replace(state, phase=Phase.PAUSED))
+print(flushes.read_text().count("fdatasync"), flush=True)
+journal.close()
+"""
 
 FULL = """
 import json, resource, sys
@@ -229,3 +280,35 @@ def test_files_in_memory_fail_by_an_error_and_not_by_a_signal(tmp_path):
     )
     done = on_a_small_disk(tmp_path, program)
     assert (done.returncode, done.stdout.strip()) == (0, "28"), done.stderr
+
+
+def test_a_recovery_does_not_wait_for_a_busy_disk_and_an_order_of_a_person_does(tmp_path: Path) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler for a disk that is busy")
+    library = tmp_path / "busy_disk.so"
+    source = tmp_path / "busy_disk.c"
+    source.write_text(BUSY_DISK)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    os.mkfifo(tmp_path / "pipe")
+    flushes = tmp_path / "flushes"
+    environment = os.environ | {"LD_PRELOAD": str(library), "FLUSHES": str(flushes)}
+    command = [sys.executable, "-c", RECOVERY, str(tmp_path)]
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            assert select.select([process.stdout], [], [], 60)[0], "a recovery waits for the disk"
+            assert process.stdout.readline() == "recorded\n"
+            assert [entry.kind for entry in JournalReader(tmp_path).events()] == ["recovery_action"]
+            assert "fsync" not in flushes.read_text().split()
+            before = flushes.read_text().count("fdatasync")
+            with open(tmp_path / "pipe", "w"):  # the disk is free from now on
+                output, _ = process.communicate("continue\n", timeout=60)
+            assert process.returncode == 0
+            assert int(output) > before, "the order of a person has not waited for the disk"
+            assert f"fsync {tmp_path / JOURNAL_FILE}-wal" in flushes.read_text().splitlines()
+        finally:
+            process.kill()

@@ -4,6 +4,10 @@ The journal is the driver's memory across restarts and the fence between two dri
 driver whose epoch is not the newest can no longer write. The job's state is replayed from the last whole state, the
 transitions since then (job_state.py), and the rows of the nodes.
 
+Recoveries do not wait for the disk, which may be busy with a checkpoint for seconds. Their transitions outlive the
+driver's process at once, and a power cut once a thread has flushed the write-ahead log. A driver that starts after a
+power cut in between learns newer attempts from the agents.
+
 The journal survives a disk without space and its own removal. Writes that fail for lack of space stay in memory, are
 reported once per minute, and are written once there is space. The driver does not end, since training would then be
 unsupervised. If the driver dies before there is space, the next driver learns attempt and epoch from the agents. A
@@ -12,9 +16,11 @@ removed file is written again from the open connection. If another driver has cr
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sqlite3
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -47,6 +53,20 @@ from megascale.resilience.driver.state.journal_reader import (
 )
 from megascale.resilience.process_birth import read_birth_time
 
+log = logging.getLogger("megascale.driver")
+
+# Transitions that no agent could report after a power cut: orders of a person, the end of the job, and a new epoch.
+_AWAITED_EVENTS = frozenset(
+    {
+        JobEvent.OPENED,
+        JobEvent.PAUSED,
+        JobEvent.RESUMED,
+        JobEvent.EVICTING,
+        JobEvent.FAILED,
+        JobEvent.INTERRUPTED,
+        JobEvent.FINISHED,
+    }
+)
 REPORT_INTERVAL = 60.0  # seconds between messages about a full disk
 # SQLite's primary error codes that do not indicate a damaged file.
 _EXTERNAL_CODES = (
@@ -62,6 +82,62 @@ _EXTERNAL_CODES = (
 
 class JournalFenced(Exception):
     """Another driver has taken over the job; this one must not touch it any more."""
+
+
+class LogFlush:
+    """Thread that makes what was written to a file outlive a power cut, while its user goes on.
+
+    Args:
+        path: the file. A file that does not exist needs no flush.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._condition = threading.Condition()
+        self._is_due = False
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def request(self) -> None:
+        """Flush soon what has been written so far."""
+        with self._condition:
+            self._is_due = True
+            self._condition.notify()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="megascale-journal-flush", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """Complete the requested flush, and end the thread."""
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._is_due or self._is_closed)
+                if not self._is_due:
+                    return
+                self._is_due = False
+            self._flush()
+
+    def _flush(self) -> None:
+        try:
+            handle = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:  # SQLite has copied the log into the journal, and waited for the disk.
+            return
+        except OSError as error:
+            log.warning("%s was not flushed to the disk: %s", self._path, error)
+            return
+        try:
+            os.fsync(handle)
+        except OSError as error:
+            log.warning("%s was not flushed to the disk: %s", self._path, error)
+        finally:
+            os.close(handle)
 
 
 class Journal:
@@ -93,6 +169,7 @@ class Journal:
         self._pending_job: JobState | None = None
         self._pending_nodes: dict[str, NodeRecord] = {}
         self._report_time = float("-inf")  # when a full disk was last reported, on the monotonic clock
+        self._flush = LogFlush(path.with_name(path.name + "-wal"))
 
     @classmethod
     def take(cls, run: Path, lease: float, known_epoch: int = 0, ended_epoch: int = 0) -> tuple[Self, bool]:
@@ -198,14 +275,17 @@ class Journal:
         self._pending_job = None if is_written else job
 
     def record(self, event: JobEvent, changes: Mapping[str, Any], following: JobState) -> None:
-        """Store a transition that leads to the state `following`. On a full disk the whole state is stored later."""
+        """Store a transition that leads to the state `following`. On a full disk the whole state is stored later.
+
+        Transitions of a recovery do not wait for the disk. A thread makes them outlive a power cut.
+        """
         if self._pending_job is not None:
             self._pending_job = following
             return
         data = {name: to_plain(value) for name, value in changes.items()}
         is_written = False
         with self._tolerating_full_disk():
-            with self._write(durable=event is not JobEvent.STEP) as db:
+            with self._write(durable=event in _AWAITED_EVENTS) as db:
                 row = (time.time(), self.epoch, str(event))
                 insert = "INSERT INTO transitions (time, epoch, event, data) VALUES (?, ?, ?, ?)"
                 db.execute(insert, row + (dump_with_checksum(data, *row),))
@@ -214,6 +294,8 @@ class Journal:
             is_written = True
         if not is_written:
             self._pending_job = following
+        elif event is not JobEvent.STEP and not self.network_filesystem:
+            self._flush.request()
 
     def save_node(self, name: str, record: NodeRecord) -> None:
         """Store the record of a node."""
@@ -328,6 +410,7 @@ class Journal:
 
     def close(self) -> None:
         """Give the lease back and close the file."""
+        self._flush.close()
         try:
             with self._write() as db:
                 db.execute("UPDATE lease SET pid = 0, host = ''")
