@@ -82,6 +82,19 @@ def test_gloo_groups_share_one_event_loop(tmp_path: Path, monkeypatch: pytest.Mo
         pass
 
 
+def test_a_group_is_connected_and_bound_to_its_device() -> None:
+    device = torch.device("cpu", 0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.new_group([0])
+        assert group.bound_device_id is None
+        torch_private.connect_nccl(group, device)  # gloo is connected already, by the same method of the backend
+        assert group.bound_device_id == device
+        assert dist.group.WORLD.bound_device_id is None
+    finally:
+        dist.destroy_process_group()
+
+
 def test_the_range_is_the_one_that_is_installed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     oldest, below = torch_private.TESTED_RELEASES

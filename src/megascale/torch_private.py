@@ -124,6 +124,20 @@ def make_nccl_options(timeout: timedelta, channels: int) -> Any:
     return options
 
 
+def connect_nccl(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Make the NCCL communicator of a group on `device`, and bind the group to the device. Collective over the group.
+
+    Other threads of this process may connect other groups at the same time. Under TORCH_DISTRIBUTED_DEBUG=DETAIL the
+    group's first call makes the communicator.
+    """
+    backend = group._get_backend(device)
+    if not hasattr(backend, "eager_connect_single_device"):
+        raise _missing("torch.distributed.ProcessGroupNCCL.eager_connect_single_device")
+    if backend.supports_splitting:  # torch's own condition
+        backend.eager_connect_single_device(device)
+    group.bound_device_id = device
+
+
 @contextmanager
 def share_gloo_loop() -> Iterator[None]:
     """Let all gloo groups that are made inside such blocks of this process share one event loop.

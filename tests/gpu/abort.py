@@ -9,6 +9,7 @@ before it takes part. A thread of rank 0 then aborts, as the order of an agent d
 At the end both connect three further groups, one after the other and at the same time.
 Each line has the seconds of one part. The last line says whether the update was held back, and how the second start
 compares with the first, part by part. `--device cpu` runs the same with gloo, `--no-graph` without the graph.
+`--concurrent` makes the communicators of each start at the same time, and connects the ranks for exchanges of state.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-graph", action="store_true")
+    parser.add_argument("--concurrent", action="store_true")
     parser.add_argument("--rank", type=int)
     parser.add_argument("--ports", type=int, nargs=2)
     inputs = parser.parse_args()
@@ -81,18 +83,30 @@ def start_rank(rank: int, ports: list[int], inputs: argparse.Namespace) -> subpr
     options = ["--rank", str(rank), "--device", inputs.device, "--ports", *map(str, ports)]
     if inputs.no_graph:
         options.append("--no-graph")
+    if inputs.concurrent:
+        options.append("--concurrent")
     # The variable tells the package that the process is kept; its pipe is not used here.
     environment = os.environ | {"MEGASCALE_ORDERS": "-", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
     environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     return subprocess.Popen([sys.executable, "-m", "tests.gpu.abort"] + options, env=environment)
 
 
-def join(rank: int, device: str, port: int) -> Groups:
-    """Meet the other rank."""
+def join(inputs: argparse.Namespace, port: int) -> Groups:
+    """Meet the other rank, and print the seconds of the start and of the first exchange."""
     os.environ["MASTER_PORT"] = str(port)
-    config = configuration.load(None, SETTINGS)
-    groups = initialise(config, rank=rank, world=2, local_rank=rank, device=device)
+    rank = inputs.rank
+    settings = SETTINGS + [f"--rendezvous.concurrent_connections={str(inputs.concurrent).lower()}"]
+    config = configuration.load(None, settings)
+    groups = initialise(
+        config, rank=rank, world=2, local_rank=rank, device=inputs.device, exchanges_state=inputs.concurrent
+    )
     say(rank, groups.report())
+    began = time.perf_counter()
+    sent = torch.full((2,), float(rank), device=groups.device)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, [1, 1], [1, 1])
+    is_right = received.tolist() == [0.0, 1.0]
+    say(rank, f"first exchange in {time.perf_counter() - began:.2f} s, right: {is_right}")
     return groups
 
 
@@ -104,7 +118,7 @@ def say(rank: int, text: str) -> None:
 def run_rank(inputs: argparse.Namespace) -> int:
     """Run rank 0, or one of the processes that become rank 1."""
     rank, device = inputs.rank, inputs.device
-    groups = join(rank, device, inputs.ports[0])
+    groups = join(inputs, inputs.ports[0])
     if rank == 1:
         if inputs.ports[1]:
             time.sleep(1.0)  # rank 0 queues its calls
@@ -144,7 +158,7 @@ def run_rank(inputs: argparse.Namespace) -> int:
     say(rank, "seconds: graphs dropped {}, groups aborted {}, device idle {}, memory freed {}".format(*parts))
     say(rank, f"state in place: {is_whole} (step {step}, must be 7)")
     hold.release()
-    code = finish(join(rank, device, inputs.ports[1]))
+    code = finish(join(inputs, inputs.ports[1]))
     return code if is_whole and step == 7 else 1
 
 

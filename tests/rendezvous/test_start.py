@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import socket
@@ -14,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megascale import config
+from megascale import config, torch_private
 from megascale.core.failure import find_errno
 from megascale.errors import ConfigError, FitError, TrainingError
+from megascale.rendezvous import start_job
 from megascale.rendezvous.group_plan import list_group_axes
 from megascale.rendezvous.groups import shutdown
 from megascale.rendezvous.start_job import collect_shared_settings, initialise
@@ -72,6 +74,67 @@ def test_a_group_that_no_update_uses_is_connected_by_its_first_call(ranks, optim
         assert observed["stage"] == [0, 1]
         assert ("warm stage" in observed["report"]) == is_warm
         assert "warm data_reduce" in observed["report"]
+
+
+def connect_concurrently(rank: int, world: int, exchanges_state: bool) -> dict[str, object]:
+    """Start with connections at the same time, and return the start-up line, a sum and the recorded calls."""
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
+    settings = config.load(None, ["rendezvous.concurrent_connections=true", "parallel.tensor=2"])
+    groups = initialise(
+        settings, rank=rank, world=world, local_rank=rank, device="cpu", exchanges_state=exchanges_state
+    )
+    total = torch.tensor([2.0**rank])
+    dist.all_reduce(total, group=groups.by_kind["data_reduce"])
+    records = json.loads(torch_private.dump_flight_recorder())["entries"]
+    observed = {
+        "report": groups.report(),
+        "sum": int(total.item()),
+        "calls": [record["profiling_name"] for record in records],
+    }
+    shutdown(groups)
+    return observed
+
+
+@pytest.mark.parametrize("exchanges_state", [True, False])
+def test_all_ranks_connect_for_the_exchange_of_state_while_groups_are_made(ranks, exchanges_state):
+    ranks.start(connect_concurrently, range(4), 4, exchanges_state)
+    for rank, observed in ranks.results(4).items():
+        assert observed["sum"] == (0b0101 if rank % 2 == 0 else 0b1010)
+        assert "connections" in observed["report"]
+        assert "warm world" not in observed["report"]
+        assert "warm data_reduce" in observed["report"]
+        assert any("all_to_all" in name for name in observed["calls"]) == exchanges_state
+
+
+def record_warm_calls(rank: int, world: int, overrides: list[str]) -> list[str]:
+    """Start, and return the names of the calls that warmed up the groups."""
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
+    groups = start(rank, world, overrides)
+    records = json.loads(torch_private.dump_flight_recorder())["entries"]
+    shutdown(groups)
+    return [record["profiling_name"] for record in records]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_groups_of_sharded_state_are_warmed_by_the_collectives_of_a_step(ranks, zero):
+    ranks.start(record_warm_calls, range(2), 2, [f"parallel.zero={zero}", "parallel.data=2"])
+    for calls in ranks.results(2).values():
+        # gloo reduces and scatters by an all-reduce. The last call is the one of all ranks.
+        assert calls == (["gloo:all_gather"] if zero else ["gloo:all_reduce"]) + ["gloo:all_reduce"] * 2
+
+
+def connect_and_die(rank: int, world: int) -> None:
+    """Start with connections at the same time. Rank 1 ends while it connects."""
+    if rank == 1:
+        start_job._connect_default_group = lambda *arguments: os._exit(9)
+    start(rank, world, ["rendezvous.concurrent_connections=true"])
+
+
+def test_a_rank_that_ends_while_it_connects_is_noticed(ranks):
+    ranks.start(connect_and_die, range(2), 2)
+    error = ranks.results(1)[0]
+    assert isinstance(error, TrainingError)
+    assert "lost contact" in str(error)
 
 
 LAYOUTS = [(2, 2, 2), (1, 3, 2), (1, 4, 1), (2, 1, 1), (1, 8, 2), (1, 1, 1)]  # tensor, pipeline, virtual stages

@@ -58,7 +58,7 @@ def test_an_order_to_leave_that_follows_the_order_to_resume_at_once_counts(monke
     os.close(reading_end)
 
 
-def _start(rank: int, port: int, must_leave: Any, is_waiting: Any, results: Any) -> None:
+def _start(rank: int, port: int, settings: list[str], must_leave: Any, is_waiting: Any, results: Any) -> None:
     """Start as one of two ranks, leave on the order that follows `must_leave`, and put what came of it."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), MEGASCALE_ATTEMPT="1", GLOO_SOCKET_IFNAME="lo")
     reading_end, writing_end = os.pipe()
@@ -73,7 +73,7 @@ def _start(rank: int, port: int, must_leave: Any, is_waiting: Any, results: Any)
     is_waiting.set()
     try:
         start_job.initialise(
-            config.load(None, []), rank=rank, world=2, local_rank=rank, device="cpu", check=parking.check
+            config.load(None, settings), rank=rank, world=2, local_rank=rank, device="cpu", check=parking.check
         )
     except LeaveAttempt as error:
         failure: Exception = error
@@ -94,13 +94,30 @@ def _agree_and_die(rank: int, port: int) -> None:
     start_job.initialise(config.load(None, []), rank=rank, world=2, local_rank=rank, device="cpu")
 
 
-@pytest.mark.parametrize("case", ["no peer", "no server", "a peer that dies"])
+_CONCURRENT = "rendezvous.concurrent_connections=true"
+
+
+def _agree_and_hang(rank: int, port: int, is_connecting: Any) -> None:
+    """Make the groups with the other rank, and hang while ranks connect."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+
+    def hang(device: torch.device, connects_pairs: bool) -> None:
+        is_connecting.set()
+        threading.Event().wait()
+
+    start_job._connect_default_group = hang
+    start_job.initialise(config.load(None, [_CONCURRENT]), rank=rank, world=2, local_rank=rank, device="cpu")
+
+
+@pytest.mark.parametrize("case", ["no peer", "no server", "a peer that dies", "a peer that hangs"])
 def test_a_rank_leaves_a_start_in_which_a_peer_is_missing(case: str) -> None:
     must_leave, is_waiting, results = context.Event(), context.Event(), context.Queue()
     port = free_port()
     rank = 1 if case == "no server" else 0
-    waiting = context.Process(target=_start, args=(rank, port, must_leave, is_waiting, results))
+    settings = [_CONCURRENT] if case == "a peer that hangs" else []
+    waiting = context.Process(target=_start, args=(rank, port, settings, must_leave, is_waiting, results))
     waiting.start()
+    peers = []
     try:
         assert is_waiting.wait(LIMIT)
         if case == "a peer that dies":
@@ -108,13 +125,19 @@ def test_a_rank_leaves_a_start_in_which_a_peer_is_missing(case: str) -> None:
             peer.start()
             peer.join(LIMIT)
             assert peer.exitcode == 9
+        if case == "a peer that hangs":
+            is_connecting = context.Event()
+            peers.append(context.Process(target=_agree_and_hang, args=(1, port, is_connecting)))
+            peers[0].start()
+            assert is_connecting.wait(LIMIT)
         ordered = time.monotonic()
         must_leave.set()
         assert results.get(timeout=LIMIT) == ("LeaveAttempt", True, "", False)
         assert time.monotonic() - ordered < LIMIT
     finally:
-        waiting.kill()
-        waiting.join()
+        for process in [waiting, *peers]:
+            process.kill()
+            process.join()
 
 
 def _meet_in_two_attempts(rank: int, option: str, ports: tuple[int, int], folder: Path, results: Any) -> None:

@@ -182,6 +182,11 @@ class RendezvousConfig(Section):
     timeout: float = Field(300.0, gt=0, description="seconds within which all ranks must arrive")
     group_timeout: float = Field(600.0, gt=0, description="seconds after which a hanging collective is aborted")
     expiry: float = Field(86400.0, ge=60, description="redis: seconds after which keys of a dead job expire")
+    concurrent_connections: bool = Field(
+        False,
+        description="make a rank's NCCL communicators at the same time, not one after the other; up to 16 ranks of "
+        "a later attempt also connect meanwhile for the exchange of their state",
+    )
 
     _expand_paths = field_validator("tls_ca", "tls_certificate", "tls_key")(expand_home)
 

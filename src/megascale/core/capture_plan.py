@@ -1,8 +1,8 @@
 """Plan of a stage's CUDA graphs: which captures the replays of a step need. No torch.
 
-Micro-batches of a chunk that are in flight at the same time need captures with memory of their own. Captures are told
-apart by chunk, by the index of the micro-batch among those in flight, and by whether the backward is the first one of
-the step, which overwrites gradients.
+Micro-batches of a chunk that are in flight at the same time need captures with memory of their own. Captures differ in
+chunk, in the index of the micro-batch among those in flight, and in whether the backward is the first one of the step,
+which overwrites gradients.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A rank creates its groups in the order of the plan (`group_plan`). Only the members of a group synchronise, and there is
 no global barrier. One timed transfer warms up each communicator, so that the first training step does not pay for
-connections. The start-up line reports the times.
+connections. The start-up line reports the times. Communicators of NCCL may be made at the same time, in threads.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -24,11 +26,16 @@ from megascale.core.grid import Coordinate, Grid
 from megascale.errors import TrainingError
 from megascale.rendezvous.abort import GroupAbort
 from megascale.rendezvous.agree import format_ranks
+from megascale.rendezvous.concurrent_calls import call_concurrently
 from megascale.rendezvous.group_plan import DIRECTIONS, GroupSpec, plan_rank_groups
 from megascale.rendezvous.group_sockets import cut_connections
 from megascale.rendezvous.stores import ExternalStore, StoreFault
 
 log = logging.getLogger(__name__)
+WarmCall = Literal["all_reduce", "all_gather", "reduce_scatter"]
+# Names of torch 2.13, and of earlier releases.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 FAILED_KEYS_SECONDS = 60.0  # lifetime of the keys of a failed run, so that every rank can read the reason
 _ABORT_SECONDS = 30.0  # limit for the abort of communicators
 _LEAVE_SECONDS = 10.0  # limit for waits for the other ranks or for the store at the end of a run
@@ -96,7 +103,9 @@ def make_groups(
     store: dist.Store | None = None,
     max_channels: Mapping[str, int | None] | None = None,
     late_kinds: Collection[str] = (),
+    warm_calls: Mapping[str, WarmCall] | None = None,
     name_suffix: str = "",
+    concurrent_call: Callable[[], None] | None = None,
 ) -> Groups:
     """Make the groups of this rank and warm them up.
 
@@ -111,8 +120,13 @@ def make_groups(
         max_channels: largest number of NCCL channels by kind of group. For None or a missing kind, NCCL chooses.
         late_kinds: kinds of groups that the job may never use. They are not warmed up, and NCCL makes their
             communicators in their first call.
+        warm_calls: collective that warms up a group, by kind of group; for a missing kind an all-reduce. NCCL connects
+            ranks for one algorithm at its first use. A small all-reduce may use another one than a step's collectives.
         name_suffix: end of the groups' names in torch. torch's symmetric memory caches ranks and store by this name, so
             a process that makes groups again needs another suffix.
+        concurrent_call: runs in a thread while NCCL makes the communicators of all groups at the same time. It may use
+            the default group, whose kernels are the only ones meanwhile. If None, communicators are made one after the
+            other.
 
     Raises:
         TrainingError: a member did not come within `timeout`, or ended. The message names the group's ranks.
@@ -130,18 +144,27 @@ def make_groups(
                 device,
                 timeout=timeout,
                 max_channels=channel_limits.get(spec.kind),
-                is_late=spec.kind in late_kinds,
+                is_connected_later=concurrent_call is not None or spec.kind in late_kinds,
                 name_suffix=name_suffix,
             )
         new_groups.append(new_group)
     groups.timings["groups"] = time.perf_counter() - start
+    if concurrent_call is not None:
+        start = time.perf_counter()
+        calls = {"world": concurrent_call}
+        if device.type == "cuda":
+            for spec, group in zip(specs, new_groups, strict=True):
+                if spec.kind not in late_kinds:
+                    calls[spec.name] = partial(_connect_group, spec, group, rank, device=device, timeout=timeout)
+        call_concurrently(calls)
+        groups.timings["connections"] = time.perf_counter() - start
     for spec, group in zip(specs, new_groups, strict=True):
         if spec.kind in late_kinds:
             _store_group(groups, spec, group)
             continue
         start = time.perf_counter()
         with _explain_failure(spec, rank, timeout):
-            _warm_group(spec, group, rank, device)
+            _warm_group(spec, group, rank, device=device, call=(warm_calls or {}).get(spec.kind, "all_reduce"))
         if spec.kind in DIRECTIONS:
             phase = "warm P2P channels"
         else:
@@ -204,14 +227,15 @@ def _make_group(
     *,
     timeout: timedelta,
     max_channels: int | None,
-    is_late: bool,
+    is_connected_later: bool,
     name_suffix: str,
 ) -> dist.ProcessGroup:
     """Return a group of `spec.ranks`, which only these ranks must call.
 
-    On CUDA the group is bound to the device, so that NCCL makes the communicator at once. If `is_late`, NCCL makes it
-    in the first call. The default group is not bound to the device: torch would then split each new communicator from
-    the default group's, and every rank of the world would have to take part.
+    On CUDA the group is bound to the device, so that NCCL makes the communicator at once. If `is_connected_later`, the
+    caller makes it (`_connect_group`), or NCCL in the first call. The default group is not bound to the device: torch
+    would then split each new communicator from the default group's, and every rank of the world would have to take
+    part.
     """
     is_cuda = device.type == "cuda"
     options = None
@@ -225,26 +249,44 @@ def _make_group(
             use_local_synchronization=True,
             pg_options=options,
             group_desc=spec.kind,
-            device_id=device if is_cuda and not is_late else None,
+            device_id=device if is_cuda and not is_connected_later else None,
         )
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
-def _warm_group(spec: GroupSpec, group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
-    """Run one transfer of the kind for which the group is used.
+def _connect_group(
+    spec: GroupSpec, group: dist.ProcessGroup, rank: int, *, device: torch.device, timeout: timedelta
+) -> None:
+    """Make the communicator of a group. Its members must call this function; other threads may connect other groups."""
+    with _explain_failure(spec, rank, timeout):
+        torch_private.connect_nccl(group, device)
+
+
+def _warm_group(spec: GroupSpec, group: dist.ProcessGroup, rank: int, *, device: torch.device, call: WarmCall) -> None:
+    """Run one transfer of the kind for which the group is used, for a group other than a P2P channel `call`.
 
     NCCL connects point-to-point and collective channels separately.
     """
     token = torch.ones(1, device=device)
     if spec.kind not in DIRECTIONS:
-        dist.all_reduce(token, group=group)
+        _warm_collective(token, len(spec.ranks), group, call=call)
     elif rank == spec.ranks[0]:
         dist.send(token, spec.ranks[1], group=group)
     else:
         dist.recv(token, spec.ranks[0], group=group)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _warm_collective(token: torch.Tensor, size: int, group: dist.ProcessGroup, *, call: WarmCall) -> None:
+    """Run a collective of a group of `size` ranks with one element (`token`) per rank."""
+    if call == "all_gather":
+        _all_gather(token.new_empty(size), token, group=group)
+    elif call == "reduce_scatter":
+        _reduce_scatter(token, token.new_ones(size), group=group)
+    else:
+        dist.all_reduce(token, group=group)
 
 
 def abort(groups: Groups) -> None:

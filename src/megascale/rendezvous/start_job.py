@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +29,7 @@ from megascale.errors import ConfigError, FitError, MegascaleError, TrainingErro
 from megascale.rendezvous.agree import agree, wait_for_readers
 from megascale.rendezvous.group_plan import DIRECTIONS, STATE_KINDS
 from megascale.rendezvous.group_sockets import list_new_sockets, list_sockets
-from megascale.rendezvous.groups import FAILED_KEYS_SECONDS, Groups, describe_lost_peer, make_groups
+from megascale.rendezvous.groups import FAILED_KEYS_SECONDS, Groups, WarmCall, describe_lost_peer, make_groups
 from megascale.rendezvous.restarts import is_under_torchrun, open_start
 from megascale.rendezvous.stores import (
     ExternalStore,
@@ -48,6 +49,12 @@ if TYPE_CHECKING:
 _MAX_GLOO_MESH_RANKS = 256
 # A call gets this time even if rendezvous.timeout has passed, since its error then names what is missing.
 _MIN_WAIT_SECONDS = 0.1
+# Maximum NCCL channels of the default group, which sums small values and exchanges the state of a load. NCCL connects
+# two ranks once per channel and direction at their first exchange: 1.15 s for four ranks without a limit (dev/log.md).
+_WORLD_CHANNELS = 4
+# Up to this number of ranks, all pairs connect for the exchange of state before it is needed. In larger jobs a rank
+# exchanges with few others.
+_MAX_CONNECTED_RANKS = 16
 
 
 def initialise(
@@ -59,6 +66,7 @@ def initialise(
     device: torch.device | str,
     check: Callable[[], None] | None = None,
     name_suffix: str = "",
+    exchanges_state: bool = False,
 ) -> Groups:
     """Meet the other `world - 1` ranks and make this rank's groups.
 
@@ -69,6 +77,8 @@ def initialise(
         device: device of this rank's tensors. "cuda" without an index means the device with the index `local_rank`.
         check: called while this rank waits for the store's server. It raises an error if the start must end.
         name_suffix: as for `make_groups`, equal on every rank.
+        exchanges_state: whether the ranks will exchange their state through the default group, equal on every rank. A
+            job of few ranks with `rendezvous.concurrent_connections` then connects them while groups are made.
 
     Raises:
         ConfigError: ranks differ in settings, versions or world size; an address is wrong; a password or certificate
@@ -85,6 +95,9 @@ def initialise(
     settings = config.rendezvous
     # Other optimizers than those that communicate may never use these groups, which are then not warmed up.
     late_kinds: Collection[str] = STATE_KINDS
+    warm_calls: Mapping[str, WarmCall] = {}
+    if config.parallel.zero:
+        warm_calls = {"data_gather": "all_gather", "data_reduce": "reduce_scatter"}
     if OPTIMIZERS[config.optimizer.name].communicates:
         late_kinds = ()
     store = _meet_ranks(
@@ -104,6 +117,10 @@ def initialise(
         if device.type == "cuda":
             # Sockets that are opened later are NCCL's, which has its own abort.
             gloo_sockets = list_new_sockets(earlier_sockets)
+        concurrent_call = None
+        if settings.concurrent_connections and world > 1:
+            connects_pairs = exchanges_state and world <= _MAX_CONNECTED_RANKS
+            concurrent_call = partial(_connect_default_group, device, connects_pairs)
         groups = make_groups(
             grid,
             rank,
@@ -114,13 +131,16 @@ def initialise(
             store=dist.PrefixStore("job", store),
             max_channels=_choose_max_channels(config.overlap),
             late_kinds=late_kinds,
+            warm_calls=warm_calls,
             name_suffix=name_suffix,
+            concurrent_call=concurrent_call,
         )
         if device.type != "cuda":  # `make_groups` has opened gloo sockets too.
             gloo_sockets = list_new_sockets(earlier_sockets)
         groups.sockets = gloo_sockets
         groups.root_store = store
-        _warm_default_group(groups)
+        if concurrent_call is None:
+            _warm_default_group(groups)
     except BaseException as error:
         _leave_failed_start(store, error, rank=rank, world=world, is_shared=isinstance(error, FitError))
         if isinstance(error, StoreFault):
@@ -218,14 +238,20 @@ def _make_default_group(
     if device.type == "cuda":
         # An agent sets this variable for processes that may take part in several attempts.
         set_watchdog(is_persistent=ORDERS_VARIABLE in os.environ)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=group_timeout)
+    backend = "gloo"
+    options = None
+    if device.type == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
+        options = torch_private.make_nccl_options(timeout, _WORLD_CHANNELS)
     with torch_private.share_gloo_loop():
         dist.init_process_group(
             backend,  # No device is bound to the default group: see groups._make_group.
             store=dist.PrefixStore("torch", store),
             rank=rank,
             world_size=world,
-            timeout=timedelta(seconds=group_timeout),
+            timeout=timeout,
+            pg_options=options,
         )
 
 
@@ -262,10 +288,26 @@ def _warm_default_group(groups: Groups) -> None:
     """Run one all-reduce over all ranks, so that the first step does not pay for connections."""
     start = time.perf_counter()
     if groups.grid.world_size > 1:
-        dist.all_reduce(torch.ones(1, device=groups.device))
-        if groups.device.type == "cuda":
-            torch.cuda.synchronize(groups.device)
+        _connect_default_group(groups.device, connects_pairs=False)
     groups.timings["warm world"] = time.perf_counter() - start
+
+
+def _connect_default_group(device: torch.device, connects_pairs: bool) -> None:
+    """Connect all ranks by an all-reduce. Any thread may call this function.
+
+    Args:
+        connects_pairs: whether to connect each pair of ranks too, for exchanges.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # each thread has a current device
+    token = torch.ones(1, device=device)
+    dist.all_reduce(token)
+    if connects_pairs:
+        counts = [1] * dist.get_world_size()
+        sent = token.new_ones(len(counts))
+        dist.all_to_all_single(torch.empty_like(sent), sent, counts, counts)  # with counts, as a load does
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _close_at_exit(reference: weakref.ref[Groups]) -> None:

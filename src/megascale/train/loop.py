@@ -264,6 +264,7 @@ class Trainer:
                 device=info.device,
                 check=None if parking is None else parking.check,
                 name_suffix="" if parking is None else make_attempt_suffix(self.attempt),
+                exchanges_state=parking is not None and self.attempt > 1,
             )
         except Exception:
             if parking is not None:

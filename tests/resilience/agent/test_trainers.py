@@ -633,6 +633,21 @@ def test_standby_processes_of_ranks_that_stay_are_kept(has_standby: bool, tmp_pa
             sleeper.wait()
 
 
+def test_an_early_process_of_another_gpu_is_not_used(tmp_path: Path) -> None:
+    """Nodes before this one are lost, so its ranks move. Rank 3 gets the GPU that rank 2 had."""
+    order = Start(1, 2, "tiny", (2, 3), 4, ("127.0.0.1", 1), "", ())
+    local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
+    local._start_order = order
+    sleeper = subprocess.Popen(["sleep", "600"])
+    local._early_pids = {3: sleeper.pid}
+    try:
+        assert local._take_early_processes(replace(order, attempt=3, ranks=(3, 4)), {}) == {}
+        assert sleeper.wait(30) == -signal.SIGKILL
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
 def test_standby_processes_need_ranks_that_stay() -> None:
     with pytest.raises(ValueError, match=r"resilience\.standby_processes=true needs resilience\.keep_seconds above 0"):
         ResilienceConfig(standby_processes=True, keep_seconds=0)

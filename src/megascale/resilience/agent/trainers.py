@@ -134,7 +134,7 @@ class Trainers:
         self._early_pids: dict[int, int] = {}
         self._failed_standby_ranks: set[int] = set()  # ranks whose standby process has ended in the present attempt
         self._dying_pids: set[int] = set()  # killed processes whose memory the kernel still frees
-        # The same, of earlier fork servers, which cannot report the end any more.
+        # The same, of earlier fork servers, which no longer report the end.
         self._unreported_pids: set[int] = set()
 
     # the fork server ------------------------------------------------------------------------------------------------
@@ -421,7 +421,7 @@ class Trainers:
         is_usable = not order.fresh and not order.prepares and not explain_change(self._start_order, order)
         used_pids = {}
         for rank, pid in early_pids.items():
-            if not is_usable or not pid or rank not in order.ranks:
+            if not is_usable or not pid or not self._keeps_local_rank(rank, order):
                 self._end_early_process(pid)
             elif order.ranks.index(rank) not in parked_pids:
                 used_pids[rank] = pid
@@ -430,6 +430,12 @@ class Trainers:
             else:
                 self._end_early_process(pid)
         return used_pids
+
+    def _keeps_local_rank(self, rank: int, order: Start) -> bool:
+        """Return whether a rank has the same local rank under the order, and so the GPU that its early process uses."""
+        if self._start_order is None or rank not in order.ranks or rank not in self._start_order.ranks:
+            return False
+        return self._start_order.ranks.index(rank) == order.ranks.index(rank)
 
     def _end_unused_process(self, rank: int, pid: int) -> None:
         """End an early process that no attempt has used in EARLY_SECONDS, because it occupies device memory."""
