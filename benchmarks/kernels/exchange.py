@@ -3,6 +3,8 @@
 Gather, scatter and all-to-all are timed at several sizes, launched one by one and replayed from a CUDA graph, and their
 results are compared with NCCL's bit for bit. Then one rank is killed, or stopped, while the others wait for it. The
 benchmark measures the seconds until the survivors raise an error.
+
+With `--variant` it compares ways to move the data (exchange_variants.py) in graphs instead.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ import torch
 import torch.distributed as dist
 import typer
 
+from benchmarks.kernels.exchange_variants import VARIANTS, VariantExchange
 from megascale.core import strict_json
 from megascale.errors import ConfigError, TrainingError
 from megascale.parallel.chunk_graphs import CudaCapture, CudaCapturePool
@@ -35,8 +39,10 @@ from megascale.parallel.symmetric import make_exchange
 MEGABYTES = (10, 20, 40)
 CALLS = 20  # in a timed run
 RUNS = 7  # timed; the median counts
+LONG_CALLS = 5  # replays of the longer graph in a timed run of a variant
 REPLAYS = 10
 GRAPH_CALLS = 8  # calls in the longer graph, as a layer makes several
+VARIANT_SECONDS = 110.0  # limit of a comparison of variants
 STOP_TIMEOUT = 5.0  # seconds without progress that a stopped peer is given
 KILL_SECONDS = 1.0  # from the barrier to the end of the victim, when all others wait for it
 WIDTH = 1024  # elements in a row
@@ -57,19 +63,29 @@ def register(app: typer.Typer) -> None:
 def main(
     gpus: int = typer.Option(0, min=0, help="Ranks, one per GPU; 0: all GPUs of this machine."),
     deaths: bool = typer.Option(True, help="Also end a peer, and measure the time to the survivors' errors."),
+    variant: list[str] = typer.Option([], help="Compare this way to move the data; repeatable; all: every way."),
     out: Path = typer.Option(Path("bench-exchange.json"), help="JSON file to write."),
 ) -> None:
     """Time the exchange of this host's GPUs against NCCL, and the error after a peer's death.
 
     It takes about two minutes, half a minute with --no-deaths, and reports each part as it ends. Exit code 1 if a
     result differs from NCCL's, or if a survivor gets no error.
+
+    With --variant it compares ways to move the data, ends no peer, and takes about a minute for all of them.
     """
+    variants = list(VARIANTS) if "all" in variant else variant
+    unknown = sorted(set(variants) - set(VARIANTS))
+    if unknown:
+        raise ConfigError(f"--variant={unknown[0]} is unknown; known are: all, {', '.join(VARIANTS)}")
     world = gpus or torch.cuda.device_count()
     if world < 2 or world > torch.cuda.device_count():
         raise ConfigError(
             f"benchmarks exchange needs two GPUs or more, and {torch.cuda.device_count()} are visible for {world} "
             "ranks; run it on a machine with several GPUs"
         )
+    if variants:
+        compare_variants(variants, world, out)
+        return
     rates = run_ranks("rates", world, seconds=120.0)[0]
     for row in rates.get("rows", []):
         speeds = ", ".join(f"{way} {rate:.0f}" for way, rate in row["rates"].items())
@@ -98,6 +114,34 @@ def main(
         raise typer.Exit(1)
 
 
+def compare_variants(variants: list[str], world: int, out: Path) -> None:
+    """Time the variants, print a table, and write the JSON file. Exit code 1 if a result differs from NCCL's."""
+    result = run_ranks("variants", world, seconds=VARIANT_SECONDS, variants=variants)[0]
+    rows = result.get("rows", [])
+    expected_rows = len(variants) * len(OPERATIONS) * len(MEGABYTES)
+    error = result.get("error", "")
+    if not error and len(rows) < expected_rows:
+        error = f"{len(rows)} of {expected_rows} rows were measured within {VARIANT_SECONDS:g} s"
+    for name, message in result.get("failures", {}).items():
+        error += f"; {name}: {message}"
+    record = {
+        "date": date.today().isoformat(),
+        "device": torch.cuda.get_device_name(0),
+        "torch": torch.__version__,
+        "ranks": world,
+        "nccl": result.get("nccl", []),
+        "variants": rows,
+        "failures": result.get("failures", {}),
+        "floors": result.get("floors", {}),
+        "error": error,
+    }
+    show_variants(record)
+    out.write_text(strict_json.dumps(record, indent=1) + "\n")
+    typer.echo(f"metrics: {out}")
+    if error or not all(row["equal"] for row in rows):
+        raise typer.Exit(1)
+
+
 # the ranks ---------------------------------------------------------------------------------------------------------
 
 
@@ -114,7 +158,7 @@ class End:
     message: str
 
 
-def run_ranks(scenario: str, world: int, seconds: float) -> list[dict[str, Any]]:
+def run_ranks(scenario: str, world: int, seconds: float, variants: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Run a process per rank, and return the record of each; a rank without a record has its exit code."""
     with tempfile.TemporaryDirectory(prefix="bench-exchange-") as folder:
         command = [
@@ -129,7 +173,7 @@ def run_ranks(scenario: str, world: int, seconds: float) -> list[dict[str, Any]]
         processes = []
         for rank in range(world):
             with (Path(folder) / f"rank-{rank}.err").open("w") as errors:
-                processes.append(subprocess.Popen([*command, str(rank)], stderr=errors))
+                processes.append(subprocess.Popen([*command, str(rank), *variants], stderr=errors))
         survivors = processes
         if scenario in SCENARIOS:
             survivors = processes[:-1]
@@ -178,7 +222,7 @@ def find_free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def run_rank(scenario: str, folder: Path, port: int, world: int, rank: int) -> None:
+def run_rank(scenario: str, folder: Path, port: int, world: int, rank: int, variants: Sequence[str]) -> None:
     """Run one rank of a scenario, and write its record."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -194,10 +238,20 @@ def run_rank(scenario: str, folder: Path, port: int, world: int, rank: int) -> N
     timeout = 600.0
     if scenario == "stopped":
         timeout = STOP_TIMEOUT
-    exchange = make_exchange(axis, max(MEGABYTES) * 1_000_000 // world, device, timeout=timeout)
+    shard_bytes = max(MEGABYTES) * 1_000_000 // world
+    if scenario == "variants":
+        push_bytes = VariantExchange.count_push_bytes(world, shard_bytes)
+        exchange = make_exchange(axis, shard_bytes, device, peer_memory_bytes=push_bytes, exchange_type=VariantExchange)
+    else:
+        exchange = make_exchange(axis, shard_bytes, device, timeout=timeout)
     file = folder / f"rank-{rank}.json"
     if isinstance(exchange, str):
         write_record(file, {"error": f"no exchange: {exchange}"})
+        return
+    if isinstance(exchange, VariantExchange):
+        measure_variants(variants, exchange, axis, file)
+        exchange.close()
+        dist.destroy_process_group()
         return
     if scenario == "rates":
         rows = [measure(operation, size, exchange, axis) for operation in OPERATIONS for size in MEGABYTES]
@@ -328,32 +382,111 @@ def make_input(rows: int, axis: Axis, seed: int = 0) -> torch.Tensor:
 
 def measure(kind: type[Operation], megabytes: int, exchange: Exchange, axis: Axis) -> dict[str, Any]:
     """Return the rates of one operation on a tensor of `megabytes`, in GB/s of that tensor, and whether it is right."""
+    operation, nbytes = make_operation(kind, megabytes, exchange, axis)
+    graphs = capture_operation(operation)
+    is_equal = compare_with_nccl(operation, graphs["graph"])
+    ways: dict[str, Callable[[], Any]] = {
+        "nccl": operation.nccl,
+        "exchange": operation.exchanged,
+        "in_place": operation.in_place,
+    }
+    for way, graph in graphs.items():
+        ways[way] = partial(replay_graph, graph, exchange)
+    rates = {way: nbytes / time_call(call, axis) / 1e9 for way, call in ways.items()}
+    rates["long_graph"] *= GRAPH_CALLS
+    return {"operation": kind.name, "megabytes": megabytes, "equal": is_equal, "rates": rates}
+
+
+def make_operation(kind: type[Operation], megabytes: int, exchange: Exchange, axis: Axis) -> tuple[Operation, int]:
+    """Return an operation on a tensor of about `megabytes`, and the bytes of that tensor."""
     total = megabytes * 1_000_000 // (2 * WIDTH) // axis.size * axis.size
-    operation = kind(make_input(kind.rows(total, axis.size), axis), exchange, axis)
+    return kind(make_input(kind.rows(total, axis.size), axis), exchange, axis), total * WIDTH * 2
+
+
+def capture_operation(operation: Operation) -> dict[str, CudaCapture]:
+    """Run an operation, and return its graphs: one call, one call in place, and GRAPH_CALLS calls in place."""
+    operation.exchanged()
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "graph": operation.exchanged,
+        "graph_in_place": operation.in_place,
+        "long_graph": lambda: [operation.in_place() for _ in range(GRAPH_CALLS)][-1],
+    }
+    return {way: capture(call, operation.exchange) for way, call in calls.items()}
+
+
+def compare_with_nccl(operation: Operation, graph: CudaCapture) -> bool:
+    """Return whether all ranks have NCCL's bits, launched and in REPLAYS replays of the operation's graph."""
     is_equal = torch.equal(operation.nccl(), operation.exchanged())
-    graph = capture(operation.exchanged, exchange)
-    graph_in_place = capture(operation.in_place, exchange)
-    long_graph = capture(lambda: [operation.in_place() for _ in range(GRAPH_CALLS)][-1], exchange)
     for replay in range(REPLAYS):
-        operation.x.copy_(make_input(operation.x.shape[0], axis, seed=1 + replay))
-        replay_graph(graph, exchange)
+        operation.x.copy_(make_input(operation.x.shape[0], operation.axis, seed=1 + replay))
+        replay_graph(graph, operation.exchange)
         assert graph.result is not None
         expected = operation.nccl()
         is_equal = is_equal and torch.equal(expected, graph.result)
     agreed = torch.tensor([float(is_equal)], device="cuda")
     dist.all_reduce(agreed, dist.ReduceOp.MIN)
-    ways: dict[str, Callable[[], Any]] = {
-        "nccl": operation.nccl,
-        "exchange": operation.exchanged,
-        "in_place": operation.in_place,
-        "graph": lambda: replay_graph(graph, exchange),
-        "graph_in_place": lambda: replay_graph(graph_in_place, exchange),
-        "long_graph": lambda: replay_graph(long_graph, exchange),
+    return bool(agreed.item())
+
+
+def measure_variants(variants: Sequence[str], exchange: VariantExchange, axis: Axis, file: Path) -> None:
+    """Measure the variants, the first one first, and write the record after each of them."""
+    sizes = [(kind, megabytes) for kind in OPERATIONS for megabytes in MEGABYTES]
+    nccl = []
+    for kind, megabytes in sizes:
+        operation, nbytes = make_operation(kind, megabytes, exchange, axis)
+        rate = nbytes / time_call(operation.nccl, axis) / 1e9
+        nccl.append({"operation": kind.name, "megabytes": megabytes, "rate": rate})
+    floors = measure_floors(exchange, axis)
+    rows: list[dict[str, Any]] = []
+    failures = {}
+    for name in variants:
+        exchange.select(VARIANTS[name])
+        try:
+            rows += [measure_variant(name, kind, megabytes, exchange, axis) for kind, megabytes in sizes]
+        except Exception as error:  # the other variants are measured if all ranks fail alike
+            failures[name] = f"{type(error).__name__}: {error}"
+        write_record(file, {"rows": rows, "nccl": nccl, "failures": failures, "floors": floors})
+
+
+def measure_floors(exchange: VariantExchange, axis: Axis) -> dict[str, float]:
+    """Return the microseconds of a call without data in a graph, and those of a graph with such calls only."""
+    like = torch.zeros(1, device="cuda")
+    seconds = []
+    for count in (0, GRAPH_CALLS):
+
+        def make_calls(count: int = count) -> torch.Tensor:
+            for _ in range(count):
+                exchange.wait_for_peer_reads()
+            return like
+
+        # An even number of calls is followed by two calls that the capture adds.
+        graph = capture(make_calls, exchange)
+        seconds.append(time_call(partial(replay_graph, graph, exchange), axis))
+    flags = (seconds[1] - seconds[0]) / GRAPH_CALLS
+    return {"flags": flags * 1e6, "graph": (seconds[0] - 2 * flags) * 1e6}
+
+
+def measure_variant(
+    name: str, kind: type[Operation], megabytes: int, exchange: VariantExchange, axis: Axis
+) -> dict[str, Any]:
+    """Return the microseconds per call of the selected variant in each graph, and whether it is right."""
+    operation, nbytes = make_operation(kind, megabytes, exchange, axis)
+    graphs = capture_operation(operation)
+    is_equal = compare_with_nccl(operation, graphs["graph"])
+    microseconds = {}
+    for way, graph in graphs.items():
+        replay = partial(replay_graph, graph, exchange)
+        if way == "long_graph":
+            microseconds[way] = time_call(replay, axis, calls=LONG_CALLS) * 1e6 / GRAPH_CALLS
+        else:
+            microseconds[way] = time_call(replay, axis) * 1e6
+    return {
+        "variant": name,
+        "operation": kind.name,
+        "megabytes": nbytes / 1e6,
+        "equal": is_equal,
+        "microseconds": microseconds,
     }
-    nbytes = total * WIDTH * 2
-    rates = {way: nbytes / time_call(call, axis) / 1e9 for way, call in ways.items()}
-    rates["long_graph"] *= GRAPH_CALLS
-    return {"operation": kind.name, "megabytes": megabytes, "equal": bool(agreed.item()), "rates": rates}
 
 
 def capture(work: Callable[[], torch.Tensor], exchange: Exchange) -> CudaCapture:
@@ -374,8 +507,8 @@ def replay_graph(graph: CudaCapture, exchange: Exchange) -> None:
     exchange.after_replay()
 
 
-def time_call(call: Callable[[], Any], axis: Axis) -> float:
-    """Return the seconds of one call, the slowest rank's median over RUNS of CALLS calls."""
+def time_call(call: Callable[[], Any], axis: Axis, calls: int = CALLS) -> float:
+    """Return the seconds of one call, the slowest rank's median over RUNS of `calls` calls."""
     seconds = []
     for run in range(RUNS + 1):
         dist.barrier()
@@ -383,12 +516,12 @@ def time_call(call: Callable[[], Any], axis: Axis) -> float:
         start = torch.cuda.Event(enable_timing=True)
         stop = torch.cuda.Event(enable_timing=True)
         start.record()
-        for _ in range(CALLS):
+        for _ in range(calls):
             call()
         stop.record()
         stop.synchronize()
         if run:  # the first warms up
-            seconds.append(start.elapsed_time(stop) / 1e3 / CALLS)
+            seconds.append(start.elapsed_time(stop) / 1e3 / calls)
     slowest = torch.tensor([statistics.median(seconds)], device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest)
@@ -481,5 +614,64 @@ def show(record: dict[str, Any]) -> None:
     console.print(table)
 
 
+def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the intercept and the slope of the least-squares line through points (x, y) with two x or more."""
+    mean_x = statistics.fmean(x for x, _ in points)
+    mean_y = statistics.fmean(y for _, y in points)
+    variance = sum((x - mean_x) ** 2 for x, _ in points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / variance
+    return mean_y - slope * mean_x, slope
+
+
+def show_variants(record: dict[str, Any]) -> None:
+    """Print the table of variants."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, width=140)
+    console.print(f"{record['ranks']} x {record['device']}, torch {record['torch']}, {record['date']}")
+    console.print(
+        f"GB/s of the whole tensor at {', '.join(map(str, MEGABYTES))} MB (bfloat16), and the ratio to NCCL. in place: "
+        f"a graph of one call whose parts a GEMM has written. long: {GRAPH_CALLS} such calls, with the fixed time per "
+        "call and the rate of a GPU's remote bytes in the limit. equal: NCCL's bits, launched and in "
+        f"{REPLAYS} replays."
+    )
+    if record["error"]:
+        console.print(record["error"])
+    if record["floors"]:
+        floors = record["floors"]
+        console.print(
+            f"A call without data takes {floors['flags']:.1f} us, a graph without calls {floors['graph']:.1f} us."
+        )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, heading in enumerate(("operation", "variant", "in place", "long", "fixed us", "limit GB/s", "equal")):
+        table.add_column(heading, justify="right" if index > 1 else "left", no_wrap=True)
+    remote_share = 1 - 1 / record["ranks"]
+    for kind in OPERATIONS:
+        nccl = [item["rate"] for item in record["nccl"] if item["operation"] == kind.name]
+        table.add_row(kind.name, "NCCL", *[" ".join(f"{rate:.0f}" for rate in nccl)] * 2, "", "", "")
+        rows = [row for row in record["variants"] if row["operation"] == kind.name]
+        for name in dict.fromkeys(row["variant"] for row in rows):
+            rows_of_variant = [row for row in rows if row["variant"] == name]
+            cells = []
+            for way in ("graph_in_place", "long_graph"):
+                rates = [1e3 * row["megabytes"] / row["microseconds"][way] for row in rows_of_variant]
+                ratios = " ".join(f"{rate / peer:.2f}" for rate, peer in zip(rates, nccl, strict=True))
+                cells.append(" ".join(f"{rate:.0f}" for rate in rates) + f"  {ratios}")
+            fixed, slope = fit_line([(row["megabytes"], row["microseconds"]["long_graph"]) for row in rows_of_variant])
+            cells += [f"{fixed:.0f}", f"{1e3 * remote_share / slope:.0f}"]
+            equal = "yes" if all(row["equal"] for row in rows_of_variant) else "NO"
+            table.add_row("", name, *cells, equal)
+    console.print(table)
+
+
 if __name__ == "__main__":
-    run_rank(sys.argv[1], Path(sys.argv[2]), port=int(sys.argv[3]), world=int(sys.argv[4]), rank=int(sys.argv[5]))
+    run_rank(
+        sys.argv[1],
+        Path(sys.argv[2]),
+        port=int(sys.argv[3]),
+        world=int(sys.argv[4]),
+        rank=int(sys.argv[5]),
+        variants=sys.argv[6:],
+    )

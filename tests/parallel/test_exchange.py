@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import count
@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 
 from megascale.errors import TrainingError
 from megascale.ops.peer_sum import sum_over_peers
+from megascale.parallel import copy_plan
 from megascale.parallel import exchange as module
 from megascale.parallel.collectives import Axis, all_to_all_parts, gather_sequence, scatter_sequence
+from megascale.parallel.copy_plan import IN_ORDER, SERIAL, TOGETHER, CopyPlan, choose_plan
 from megascale.parallel.exchange import Exchange
 
 QUEUES = ("main", "side", "copy", "copy 1", "copy 2")
@@ -122,6 +124,15 @@ def run(devices: list[Device], rng: random.Random) -> None:
 
 
 SHAPE = (2, 3)
+PLANS = (
+    None,
+    IN_ORDER,
+    SERIAL,
+    TOGETHER,
+    CopyPlan(queues=2, waits_first=True, piece_bytes=16),
+    CopyPlan(queues=0, piece_bytes=20),
+)
+DRAWN_PLANS = st.lists(st.sampled_from(PLANS), min_size=4, max_size=4)  # one per rank
 OPS = ("gather", "consume", "consume and keep", "scatter", "scatter now", "all to all")
 SCATTER_OPS = ("scatter", "scatter now", "all to all")  # share two buffers
 MOST_LAG = 3  # results in flight at once in the backward of experts
@@ -155,9 +166,11 @@ def call_all(ex: Exchange, device: Device, program: list[str], local: list[torch
         if op == "gather":
             pending.append((number, ex.gather(local_part[0])))
         elif op == "scatter":
-            pending.append(
-                (number, ex.scatter(lambda out, rank, own_part=local_part: out.copy_(own_part), SHAPE, local_part))
-            )  # type: ignore[misc]
+
+            def write_parts(out: torch.Tensor, rank: int | None, parts: torch.Tensor = local_part) -> None:
+                out.copy_(parts)
+
+            pending.append((number, ex.scatter(write_parts, SHAPE, local_part)))
         elif op == "all to all":
 
             def write_part(out: torch.Tensor, rank: int | None, parts: torch.Tensor = local_part) -> None:
@@ -183,13 +196,17 @@ def call_all(ex: Exchange, device: Device, program: list[str], local: list[torch
         take()
 
 
-def exchanges_of(size: int, on_side_stream: bool = False) -> tuple[list[Device], list[Exchange]]:
-    """Ranks with one exchange, on one machine."""
+def exchanges_of(
+    size: int, on_side_stream: bool = False, plans: Sequence[CopyPlan | None] = PLANS[:1] * 4
+) -> tuple[list[Device], list[Exchange]]:
+    """Ranks with one exchange, on one machine; `plans` are those of the ranks."""
     nbytes = 8 * SHAPE[0] * SHAPE[1]
     memory = [torch.zeros(Exchange.count_buffer_bytes(size, nbytes), dtype=torch.uint8) for _ in range(size)]
     flags: dict[tuple[int, ...], int] = {}
     devices = [Device(rank, flags) for rank in range(size)]
     built = [Exchange(rank, size, memory, nbytes, devices[rank], on_side_stream=on_side_stream) for rank in range(size)]
+    for exchange, plan in zip(built, plans, strict=False):
+        exchange.copy_plan = plan
     return devices, built
 
 
@@ -197,11 +214,9 @@ def random_data(size: int, program: list[str], generator: torch.Generator) -> li
     return [torch.randn(size, size, *SHAPE, generator=generator, dtype=torch.float64) for _ in program]
 
 
-def play(
-    size: int, program: list[str], lag: int, seed: int, on_side_stream: bool = False
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Run a program of calls on `size` ranks; (found, expected) for each result of each rank."""
-    return play_parts(size, [(program, False)], [0], lag, seed, on_side_stream)
+def play(size: int, program: list[str], lag: int, seed: int, **options: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Run a program of calls on `size` ranks; (result, expected) for each result of each rank."""
+    return play_parts(size, [(program, False)], [0], lag, seed, **options)
 
 
 def play_parts(
@@ -210,11 +225,12 @@ def play_parts(
     order: list[int],
     lag: int,
     seed: int,
-    on_side_stream: bool = False,
+    make: Callable[..., tuple[list[Device], list[Exchange]]] = exchanges_of,
+    **options: Any,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Run parts of a program in an order, each with its calls and whether they are captured: then once, at their first
-    turn, and replayed at each. (found, expected) for each result of each rank."""
-    devices, exchanges = exchanges_of(size, on_side_stream)
+    turn, and replayed at each. (result, expected) for each result of each rank. `make` takes the options."""
+    devices, exchanges = make(size, **options)
     results: list[tuple[torch.Tensor, torch.Tensor]] = []
     generator = torch.Generator().manual_seed(seed)
     inputs = [(number, random_data(size, parts[number][0], generator)) for number in order]
@@ -270,11 +286,12 @@ def play_parts(
     st.integers(0, MOST_LAG),
     st.integers(0, 1 << 40),
     st.booleans(),
+    DRAWN_PLANS,
 )
 def test_every_order_of_queues_gives_the_right_sums_and_parts(
-    size: int, program: list[str], lag: int, seed: int, on_side_stream: bool
+    size: int, program: list[str], lag: int, seed: int, on_side_stream: bool, plans: list[CopyPlan | None]
 ) -> None:
-    for match, want in play(size, program, lag, seed, on_side_stream):
+    for match, want in play(size, program, lag, seed, on_side_stream=on_side_stream, plans=plans):
         torch.testing.assert_close(match, want)
 
 
@@ -291,11 +308,18 @@ PARTS = st.lists(
     st.integers(0, MOST_LAG),
     st.integers(0, 1 << 40),
     st.booleans(),
+    DRAWN_PLANS,
 )
 def test_captured_calls_are_replayed_between_others_in_every_order_of_queues(
-    size: int, parts: list[tuple[list[str], bool]], order: list[int], lag: int, seed: int, on_side_stream: bool
+    size: int,
+    parts: list[tuple[list[str], bool]],
+    order: list[int],
+    lag: int,
+    seed: int,
+    on_side_stream: bool,
+    plans: list[CopyPlan | None],
 ) -> None:
-    for match, want in play_parts(size, parts, order, lag, seed, on_side_stream):
+    for match, want in play_parts(size, parts, order, lag, seed, on_side_stream=on_side_stream, plans=plans):
         torch.testing.assert_close(match, want)
 
 
@@ -407,6 +431,56 @@ def test_one_turn_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not all(torch.equal(*pair) for pair in result)
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_shard_is_published_after_the_flags_of_the_previous_gather(
+    monkeypatch: pytest.MonkeyPatch, is_early: bool
+) -> None:
+    """An event before the flags overwrites shards that peers read."""
+    copy_from_peers = Exchange._copy_from_peers
+
+    def record_early(self: Exchange, *args: Any) -> Any:
+        event = self._streams.record_event("copy")
+        copy_from_peers(self, *args)
+        return event
+
+    if is_early:
+        monkeypatch.setattr(Exchange, "_copy_from_peers", record_early)
+    right = 0
+    for seed in range(20):
+        pairs = play_parts(3, [(["gather"] * 6, True)], [0, 0], 2, seed, plans=[SERIAL] * 3)
+        right += all(torch.equal(*pair) for pair in pairs)
+    assert (right < 20) == is_early
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "is_captured", "has_work", "plan"),
+    [
+        (1 << 30, False, False, IN_ORDER),
+        (copy_plan.SERIAL_BYTES - 1, True, False, TOGETHER),
+        (copy_plan.SERIAL_BYTES - 1, True, True, TOGETHER),
+        (copy_plan.SERIAL_BYTES, True, False, SERIAL),
+        (copy_plan.SERIAL_BYTES, True, True, IN_ORDER),
+    ],
+)
+def test_large_parts_are_copied_one_after_another_in_graphs(
+    nbytes: int, is_captured: bool, has_work: bool, plan: CopyPlan
+) -> None:
+    assert choose_plan(nbytes, is_captured, has_work) == plan
+
+
+@pytest.mark.parametrize("op", ["gather", "scatter", "all to all"])
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_call_uses_the_plan_of_its_parts(monkeypatch: pytest.MonkeyPatch, op: str, is_large: bool) -> None:
+    if is_large:
+        monkeypatch.setattr(copy_plan, "SERIAL_BYTES", 8 * SHAPE[0] * SHAPE[1])
+    devices, (ex, *_) = exchanges_of(4)
+    local_part = torch.zeros(4, *SHAPE, dtype=torch.float64)
+    with ex.capture():
+        call_all(ex, devices[0], [op], [local_part], 0, lambda number, result: None)
+    queues = {queue for queue, _, _ in devices[0].captured} - {"main"}
+    assert queues == ({"copy"} if is_large else {"copy", "copy 1", "copy 2"})
+
+
 def test_a_part_too_large_is_refused() -> None:
     memory = [torch.zeros(Exchange.count_buffer_bytes(2, 16), dtype=torch.uint8) for _ in range(2)]
     with pytest.raises(ValueError, match="24 bytes; this exchange was made for 16"):
@@ -465,12 +539,28 @@ class SurvivorFlags(dict[tuple[int, ...], int]):
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(2, 4), PARTS, st.lists(st.integers(0, 1), min_size=2, max_size=5), st.integers(0, 1 << 40))
+@given(
+    st.integers(2, 4),
+    PARTS,
+    st.lists(st.integers(0, 1), min_size=2, max_size=5),
+    st.integers(0, 1 << 40),
+    DRAWN_PLANS,
+)
 def test_released_flags_end_all_waits_of_a_rank_whose_peers_have_died(
-    size: int, parts: list[tuple[list[str], bool]], order: list[int], seed: int
+    size: int, parts: list[tuple[list[str], bool]], order: list[int], seed: int, plans: list[CopyPlan | None]
+) -> None:
+    end_waits_of_survivor(*exchanges_of(size, plans=plans), parts, order, seed)
+
+
+def end_waits_of_survivor(
+    devices: list[Device],
+    exchanges: list[Exchange],
+    parts: list[tuple[list[str], bool]],
+    order: list[int],
+    seed: int,
 ) -> None:
     """Rank 0 alone runs a program of eager and captured calls; a watch sets its flags, again and again."""
-    devices, exchanges = exchanges_of(size)
+    size = len(devices)
     device, ex = devices[0], exchanges[0]
     device.flags = SurvivorFlags()
     generator = torch.Generator().manual_seed(seed)

@@ -13,6 +13,8 @@ from megascale.config import load
 from megascale.ops.peer_max import RELEASED, WORD_BYTES, PeerMax
 from megascale.parallel import symmetric
 from megascale.parallel.collectives import Axis
+from megascale.parallel.copy_plan import IN_ORDER, SERIAL, TOGETHER
+from megascale.parallel.exchange import Exchange
 from megascale.parallel.runtime import Runtime
 from megascale.parallel.symmetric import FLAG_BYTES, CudaStreams
 from megascale.train.engine import Engine
@@ -191,6 +193,36 @@ def test_flags_of_each_queue_of_copies_precede_its_copies(host_streams):
     assert driver.submitted == [[wait, write], "copy"]
     streams.stream_wait("copy", streams.record_event("copy 1"))
     assert driver.submitted[2:] == ["record", [write], "stream_wait"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "flag_nodes_and_copies"),
+    [
+        (SERIAL, ["wwff", "copy", "copy"]),
+        (IN_ORDER, ["wwf", "copy", "f", "copy"]),
+        (TOGETHER, ["ww", "f", "copy", "f", "copy"]),
+    ],
+)
+def test_nodes_of_a_captured_gather_of_three_ranks(host_streams, monkeypatch, plan, flag_nodes_and_copies):
+    """A node of flags writes (w) some, and awaits and resets (f) some."""
+    monkeypatch.setitem(vars(symmetric.torch_private), "current_raw_stream", lambda device: 5)
+    streams = host_streams.make(0)
+    memory = [torch.zeros(Exchange.count_buffer_bytes(3, 64), dtype=torch.uint8) for _ in range(3)]
+    exchange = Exchange(0, 3, memory, 64, streams)
+    exchange.copy_plan = plan
+    streams._driver.submitted.clear()
+    with exchange.capture():
+        exchange.gather(torch.zeros(16))()
+        operations = list(streams._driver.submitted)
+    letters = {symmetric._WRITE_VALUE: "w", symmetric._WAIT_VALUE: "f"}
+    nodes = []
+    for operation in operations:
+        if isinstance(operation, list):
+            nodes.append("".join(letters[kind] for kind in operation).replace("fw", "f"))
+        elif operation == "copy":
+            nodes.append(operation)
+    # Main copies this rank's shard for the peers, and then into the result.
+    assert nodes == ["copy", "copy", *flag_nodes_and_copies]
 
 
 def test_an_engine_whose_ranks_agree_on_an_exchange_is_made_anew_also_where_there_is_none(monkeypatch, tmp_path):

@@ -41,6 +41,7 @@ import torch
 from megascale.core.spans import SpanAxis, SpanKind
 from megascale.ops.peer_max import PeerMax
 from megascale.ops.peer_sum import sum_over_peers
+from megascale.parallel.copy_plan import CopyPlan, choose_plan
 from megascale.parallel.peer_watch import PeerWatch
 from megascale.parallel.runtime import Runtime
 
@@ -93,6 +94,14 @@ class Streams(Protocol):
 WriteParts = Callable[[torch.Tensor, int | None], Any]
 
 
+class PeerCopy(NamedTuple):
+    """A copy of `source`, in the memory of `peer`, to `to`; both are contiguous."""
+
+    peer: int
+    to: torch.Tensor
+    source: torch.Tensor
+
+
 class _Scatter(NamedTuple):
     """A scatter or an all-to-all that has begun.
 
@@ -126,7 +135,7 @@ class _CallState:
         call_number: number of the last call.
         gather_count, scatter_count: number of gathers and scatters so far, which chooses the buffer of the next one.
         nbytes: bytes that the calls move, over all ranks.
-        gather_event: event on copy after which the last gather has ended and peers have read the gather before it.
+        gather_event: event on copy after which peers have read the gather before the last one.
         open_buffers: indices of scatter buffers that peers may still read until the next call ends.
         free_events: by index of a scatter buffer, the event on copy after which no rank reads the buffer.
     """
@@ -163,6 +172,8 @@ class Exchange:
     Attributes:
         peer_max: computes the maximum of a number over ranks; None if the device does not support that.
         watch: ends waits for a peer that has died; None without processes to watch.
+        copy_plan: order of the copies of all calls, for measurements; None: chosen by the bytes of a part. Ranks may
+            have different plans.
     """
 
     def __init__(
@@ -190,6 +201,7 @@ class Exchange:
         self._streams = streams
         self.peer_max: PeerMax | None = None
         self.watch: PeerWatch | None = None
+        self.copy_plan: CopyPlan | None = None
         self._begun_count = 0
         self._state = _CallState()
         self._is_computing = False  # whether the work of a call is running
@@ -284,24 +296,60 @@ class Exchange:
         """Let the copy queue wait for the work that main has so far."""
         self._streams.stream_wait("copy", self._streams.record_event("main"))
 
-    def _fork_copies(self) -> list[str]:
-        """Return the queue of the copy from each peer, in the order of copies.
+    def _choose_plan(self, nbytes: int, has_work: bool = False) -> CopyPlan:
+        """Return the order in which a call copies parts of `nbytes`, as `choose_plan` says."""
+        if self.copy_plan is not None:
+            return self.copy_plan
+        return choose_plan(nbytes, self._is_capturing, has_work)
 
-        In a capture the copies run at the same time: each takes some microseconds to begin. Outside of a capture the
-        events that order several queues would cost the host more.
+    def _copy_from_peers(self, copies: Sequence[PeerCopy], number: int) -> Any:
+        """Copy from each peer when it has signalled the call, in the order of the call's plan.
+
+        Returns:
+            An event after which all peers have signalled the call, or None if that is the end of the call.
         """
-        if not self._is_capturing:
-            return ["copy"] * (self.size - 1)
-        queues = list_copy_queues(self.size)
-        if len(queues) > 1:
+        streams = self._streams
+        plan = self._choose_plan(copies[0].to.nbytes)
+        signalled_event = None
+        if plan.waits_first:
+            for copy in copies:
+                streams.wait_for(copy.peer, number)
+            if self._is_capturing:
+                signalled_event = streams.record_event("copy")
+        queues = self._fork_copies(plan)
+        for copy, queue in zip(copies, queues, strict=True):
+            if not plan.waits_first:
+                streams.wait_for(copy.peer, number, queue)
+            if not plan.piece_bytes:
+                streams.copy(copy.to, copy.source, queue)
+        if plan.piece_bytes:
+            self._copy_in_pieces(copies, queues, plan.piece_bytes)
+        self._join_copies(queues)
+        return signalled_event
+
+    def _copy_in_pieces(self, copies: Sequence[PeerCopy], queues: Sequence[str], piece_bytes: int) -> None:
+        """Copy a piece from each peer, then the next piece from each. All parts have the same length."""
+        length = copies[0].to.numel()
+        step = max(1, piece_bytes // copies[0].to.itemsize)
+        for start in range(0, length, step):
+            for copy, queue in zip(copies, queues, strict=True):
+                to = copy.to.flatten()[start : start + step]
+                source = copy.source.flatten()[start : start + step]
+                self._streams.copy(to, source, queue)
+
+    def _fork_copies(self, plan: CopyPlan) -> list[str]:
+        """Return the queue of the copy from each peer, in the order of copies."""
+        names = list_copy_queues(self.size)
+        names = names[: plan.queues or len(names)]
+        if len(names) > 1:
             start = self._streams.record_event("copy")
-            for queue in queues[1:]:
+            for queue in names[1:]:
                 self._streams.stream_wait(queue, start)
-        return queues
+        return [names[index % len(names)] for index in range(self.size - 1)]
 
     def _join_copies(self, queues: Sequence[str]) -> None:
         """Let copy wait for the copies in these queues."""
-        for queue in queues:
+        for queue in dict.fromkeys(queues):
             if queue != "copy":
                 self._streams.stream_wait("copy", self._streams.record_event(queue))
 
@@ -415,16 +463,12 @@ class Exchange:
         out = x.new_empty((self.size, *x.shape))
         self._copy_waits_for_main()
         number, shards = self._publish_shard(x, out[self.rank])
-        queues = self._fork_copies()
-        for step, queue in enumerate(queues, 1):
-            peer = (self.rank + step) % self.size
-            streams.wait_for(peer, number, queue)
-            streams.copy(out[peer], shards[peer], queue)
-        self._join_copies(queues)
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        signalled_event = self._copy_from_peers([PeerCopy(peer, out[peer], shards[peer]) for peer in peers], number)
         if not self._is_capturing:
             streams.copy(out[self.rank], x)
         end = self._end_call()
-        self._state.gather_event = end
+        self._state.gather_event = signalled_event or end
 
         def wait(source: torch.Tensor = x) -> torch.Tensor:  # the default keeps x alive until it has been copied
             self._await(end)
@@ -585,16 +629,26 @@ class Exchange:
         streams = self._streams
         number, index, parts = self._begin_scatter(shape, like.dtype)
         received = like.new_empty((self.size, *shape))
-        queues = self._fork_copies()
-        for step, queue in enumerate(queues, 1):
-            peer = (self.rank + step) % self.size
-            source = (self.rank - step) % self.size
-            self._run_work(write, parts[self.rank][peer], peer)
-            streams.stream_wait(queue, streams.record_event("main"))
-            streams.signal(peer, number, queue)
-            streams.wait_for(source, number, queue)
-            streams.copy(received[source], parts[source][self.rank], queue)
-        self._join_copies(queues)
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        sources = [(self.rank - step) % self.size for step in range(1, self.size)]
+        copies = [PeerCopy(source, received[source], parts[source][self.rank]) for source in sources]
+        plan = self._choose_plan(received[0].nbytes, has_work=True)
+        if plan.waits_first or plan.piece_bytes:
+            for peer in peers:
+                self._run_work(write, parts[self.rank][peer], peer)
+            self._copy_waits_for_main()
+            for peer in peers:
+                streams.signal(peer, number)
+            self._copy_from_peers(copies, number)
+        else:
+            queues = self._fork_copies(plan)
+            for peer, copy, queue in zip(peers, copies, queues, strict=True):
+                self._run_work(write, parts[self.rank][peer], peer)
+                streams.stream_wait(queue, streams.record_event("main"))
+                streams.signal(peer, number, queue)
+                streams.wait_for(copy.peer, number, queue)
+                streams.copy(copy.to, copy.source, queue)
+            self._join_copies(queues)
         self._run_work(write, received[self.rank], self.rank)
         end = self._end_call(index)
 
@@ -618,13 +672,12 @@ class Exchange:
         self._copy_waits_for_main()
         for step in range(1, self.size):
             streams.signal((self.rank + step) % self.size, number)
-        queues = self._fork_copies()
-        for step, queue in enumerate(queues, 1):
+        copies = []
+        for step in range(1, self.size):
             source = (self.rank - step) % self.size
             row = source if source < self.rank else source - 1
-            streams.wait_for(source, number, queue)
-            streams.copy(received[row], parts[source][self.rank], queue)
-        self._join_copies(queues)
+            copies.append(PeerCopy(source, received[row], parts[source][self.rank]))
+        self._copy_from_peers(copies, number)
         end = self._end_call(index)
         self._unread_buffers.add(index)
 

@@ -43,6 +43,7 @@ def make_exchange(
     on_side_stream: bool = False,
     timeout: float = 600.0,
     peer_memory_bytes: int = 0,
+    exchange_type: type[Exchange] = Exchange,
 ) -> Exchange | str:
     """Return the exchange of an axis, or why it is unavailable; the same on every rank. Collective over the axis.
 
@@ -52,6 +53,7 @@ def make_exchange(
         on_side_stream: as for `Exchange`.
         timeout: seconds after which calls without progress end with an error.
         peer_memory_bytes: bytes of `Exchange.peer_memory` of each rank.
+        exchange_type: class of the exchange; benchmarks measure others.
     """
     if axis.size == 1:
         return "a group of one rank needs no exchange"
@@ -70,7 +72,7 @@ def make_exchange(
     reason = ""
     exchange: Exchange | None = None
     try:
-        exchange, streams = _allocate(axis, shard_bytes, device, on_side_stream, peer_memory_bytes)
+        exchange, streams = _allocate(axis, shard_bytes, device, on_side_stream, peer_memory_bytes, exchange_type)
         exchange.watch = PeerWatch(
             axis.rank,
             members,
@@ -104,7 +106,12 @@ def _gather_text(text: str, axis: Axis, device: torch.device) -> list[str]:
 
 
 def _allocate(
-    axis: Axis, shard_bytes: int, device: torch.device, on_side_stream: bool, peer_memory_bytes: int
+    axis: Axis,
+    shard_bytes: int,
+    device: torch.device,
+    on_side_stream: bool,
+    peer_memory_bytes: int,
+    exchange_type: type[Exchange],
 ) -> tuple[Exchange, CudaStreams]:
     """Allocate symmetric memory, and return the exchange and its streams. Collective over the axis."""
     shard_bytes = -(-shard_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
@@ -124,7 +131,7 @@ def _allocate(
     peer_max_words = [rank_memory[peer_max_start:peer_max_stop].view(torch.int64) for rank_memory in memory]
     flag_addresses = [rank_memory.data_ptr() + flags_start for rank_memory in memory]
     streams = CudaStreams(axis.rank, flag_addresses, device, words=peer_max_words[axis.rank])
-    exchange = Exchange(
+    exchange = exchange_type(
         axis.rank,
         axis.size,
         memory,
