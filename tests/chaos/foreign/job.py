@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -131,11 +132,18 @@ class ForeignJob:
         os.kill(pid, signal.SIGKILL)
 
     def lose_node(self, rank: int) -> str:
-        """Kill the agent of a rank's node, let no agent start there, and return the node's name."""
+        """Kill all processes of a rank's node, let no agent start there, and return the node's name.
+
+        The ranks end with their agent. Processes that they have started, such as writers of checkpoints, do not.
+        """
         node = f"n{rank}"
         folder = self.run / "nodes" / node
         (folder / "down").touch()
+        trainers = find_processes(self.run, node)
         os.kill(json.loads((folder / "agent.json").read_text())["pid"], signal.SIGKILL)
+        for pid in trainers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         return node
 
     def finish(self) -> int:
@@ -151,3 +159,14 @@ class ForeignJob:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+
+
+def find_processes(run: Path, node: str) -> list[int]:
+    """Return the trainers of a node and all processes that these have started, by their environment."""
+    markers = {os.fsencode(f"MEGASCALE_STATUS={run / 'status'}"), os.fsencode(f"MEGASCALE_NODE={node}")}
+    pids = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if markers <= set((process / "environ").read_bytes().split(b"\0")):
+                pids.append(int(process.name))
+    return pids
