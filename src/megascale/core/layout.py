@@ -287,7 +287,7 @@ def _expert_precision_faults(config: Config) -> list[str]:
     """Return the faults of linear precisions in a model with experts."""
     name = config.train.linear_precision
     if not LINEAR_PRECISIONS[name].has_expert_gemms:
-        names = [known for known, facts in LINEAR_PRECISIONS.items() if facts.has_expert_gemms]
+        names = [precision for precision, facts in LINEAR_PRECISIONS.items() if facts.has_expert_gemms]
         return [
             f"train.linear_precision={name} with model.mlp=experts: experts have no GEMMs in this precision; set "
             f"--train.linear_precision to one of {', '.join(names)}"

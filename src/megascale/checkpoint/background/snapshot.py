@@ -578,7 +578,7 @@ class Snapshots:
             return answers[self._failed_rank][0]
         for slot_index, slot in enumerate(self._slots):
             # A process that was left out of an attempt has snapshots of earlier saves than the others.
-            slot.is_complete &= all(others[slot_index] == slot.generation for _, others in answers)
+            slot.is_complete &= all(on_rank[slot_index] == slot.generation for _, on_rank in answers)
         return None
 
     def _compute_reserved_size(self, size: int) -> int:
