@@ -404,7 +404,8 @@ class Attempts:
         # The configuration is for all nodes. With fewer replicas than that, the trainers need the smaller size.
         if state.data * self.model_ranks != self.settings.limits.nodes * state.ranks_per_node:
             overrides.append(f"--parallel.data={state.data}")
-        self.nodes.leases.holders.add(node.name)
+        if not prepares:  # processes that wait for an attempt cannot train without a further order
+            self.nodes.leases.holders.add(node.name)
         self.nodes.order(
             node,
             do="start",
