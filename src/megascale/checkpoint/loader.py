@@ -78,6 +78,7 @@ class LoadReport:
         zeroed_states: optimizer states that the checkpoint lacks and that were set to zero.
         skipped_commits: damaged commits, in place of which an earlier one was loaded.
         seconds: seconds of parts of the load.
+        copy_threads: seconds of the threads that copy, as text.
     """
 
     read_bytes: int = 0
@@ -86,6 +87,7 @@ class LoadReport:
     zeroed_states: set[str] = field(default_factory=set)
     skipped_commits: list[Commit] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    copy_threads: str = ""
 
     def measure(self, part: str, start_time: float) -> float:
         """Add the seconds of a part that began at `start_time` (`time.monotonic`), and return the present time."""
@@ -95,7 +97,10 @@ class LoadReport:
 
     def describe_seconds(self) -> str:
         """Return the parts of the load and their seconds as text."""
-        return ", ".join(f"{part} {seconds:.2f}" for part, seconds in self.seconds.items())
+        text = ", ".join(f"{part} {seconds:.2f}" for part, seconds in self.seconds.items())
+        if self.copy_threads:
+            text += f"; {self.copy_threads}"
+        return text
 
     def add(self, report: LoadReport) -> None:
         """Add the bytes and the damage of `report`."""
@@ -375,6 +380,7 @@ def fill_shards(
         raise DataError(problem)
     with ShardCopier(shards) as copier:
         ChunkTransfer(source, shards, requests, peers, copier).run(report)
+    report.copy_threads = copier.describe_threads()
     damage = report.damage[0] if report.damage else None
     report.damage = []  # the caller reports the damage that is returned
     return peers.find_first_problem(damage)
