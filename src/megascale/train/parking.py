@@ -95,6 +95,7 @@ class Parking:
         left_ns: time (`time.time_ns`) at which this rank had completed the step after which it was ordered to leave the
             attempt before the present one; otherwise 0.
         leaving: measures the parts of leaving an attempt; None before the process decides to stay.
+        preparation: seconds of the preparation of a process that waited for its first attempt, as text; "" otherwise.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -108,6 +109,8 @@ class Parking:
         self.error: BaseException | None = None
         self.left_ns = 0
         self.leaving: Stopwatch | None = None
+        self.preparation = ""
+        self._joining: Stopwatch | None = None  # from the order to begin the present attempt; None before an order
         self._order_time = 0.0  # `time.monotonic()` at an order to leave the present attempt at once; otherwise 0
         self._has_stepped = False  # whether a step of the present attempt is complete
         self._failure_time = 0.0  # `time.monotonic()` when `error` was set
@@ -128,6 +131,7 @@ class Parking:
                 self.must_leave_now = False
                 self.must_leave_after_step = False
                 self._order_time = 0.0
+                self._joining = Stopwatch()
                 self._resumes.put(order)
             elif order.attempt != self._attempt:
                 continue
@@ -168,6 +172,7 @@ class Parking:
 
     def watch_start(self) -> None:
         """Let an order to leave at once end the start that begins now. Raises LeaveAttempt if it has come already."""
+        self._end_joining_phase("start")
         with self._lock:
             self._start_sockets = list_sockets()
         self.check()
@@ -181,6 +186,7 @@ class Parking:
 
     def watch_groups(self, groups: Groups) -> None:
         """Let an order to leave at once abort these groups. Raises LeaveAttempt if the order has come already."""
+        self._end_joining_phase("groups")
         with self._lock:
             self._start_sockets = None
             self._groups = groups
@@ -242,6 +248,27 @@ class Parking:
         if self.leaving is not None:
             self.leaving.end_phase(phase)
 
+    def _end_joining_phase(self, phase: str) -> None:
+        """Measure a part of joining the attempt, which ends now. No effect without an order to begin it."""
+        if self._joining is not None:
+            self._joining.end_phase(phase)
+
+    def describe_joining(self) -> str:
+        """Return the seconds from the order to begin the present attempt until the groups, as text; "" without one.
+
+        The part "order read" contains the rest of a preparation that was not complete, "start" what this process does
+        before it looks for the other ranks, and "groups" the wait for them.
+        """
+        if self._joining is None:
+            return ""
+        total = sum(self._joining.timings.values())
+        text = f"met the other ranks {total:.2f} s after the order ({self._joining.describe()})"
+        if self.preparation:
+            text += f"; {self.preparation}"
+        self._joining = None
+        self.preparation = ""
+        return text
+
     def _describe_leaving(self) -> str:
         """Return the seconds of leaving the attempt and of its parts, as text."""
         seconds = time.monotonic() - self._failure_time
@@ -291,8 +318,10 @@ class Parking:
         """
         os.environ.pop(PREPARED_VARIABLE)
         await_predecessors(lambda: None)  # warm-up and staging memory need memory that killed processes still have
-        warm_up(config, rank_info.local_rank, use_gpu=rank_info.device.type == "cuda")
+        stopwatch = Stopwatch()
+        parts = warm_up(config, rank_info.local_rank, use_gpu=rank_info.device.type == "cuda")
         exclude_imports()
+        stopwatch.end_phase("warm-up")
         folder = RunFolder(config.run_folder)
         folder.create()
         necessary_bytes, sufficient_bytes = estimate_slot_sizes(config, rank_info.world)
@@ -306,10 +335,13 @@ class Parking:
         )
         if slots:
             self.retained = RetainedState(slots)
+        stopwatch.end_phase("staging memory")
         status = StatusFile(folder.status, rank_info.rank, waiting_node=os.environ["MEGASCALE_NODE"])
         status.update(PARKED, 0)
         status.close()
         self._await_order(folder, rank_info.rank)
+        stopwatch.end_phase("wait")
+        self.preparation = f"prepared on a waiting node: {stopwatch.describe()}; of the warm-up: {parts}"
         status.path.unlink(missing_ok=True)
 
     def wait_for_next_attempt(self, folder: RunFolder, rank: int, step: int) -> None:
@@ -363,21 +395,18 @@ class Parking:
         """
         if not os.environ.pop(EARLY_VARIABLE, ""):
             return
-        start_time = time.monotonic()
-        warm_up(config, int(os.environ["LOCAL_RANK"]), use_gpu=config.train.device != "cpu")
+        stopwatch = Stopwatch()
+        parts = warm_up(config, int(os.environ["LOCAL_RANK"]), use_gpu=config.train.device != "cpu")
         exclude_imports()
-        ready_time = time.monotonic()
+        stopwatch.end_phase("warm-up")
         self._join_attempt()
-        log.info(
-            "process %d was ready in %.2f s and waited %.2f s",
-            os.getpid(),
-            ready_time - start_time,
-            time.monotonic() - ready_time,
-        )
+        stopwatch.end_phase("wait")
+        self.preparation = f"prepared before its attempt: {stopwatch.describe()}; of the warm-up: {parts}"
 
     def _join_attempt(self) -> None:
         """Wait for the order to begin the next attempt, and set the environment for it."""
         resume = self._resumes.get()
+        self._end_joining_phase("order read")
         os.environ.update(resume.environment)
         self.data_size = resume.data
 
