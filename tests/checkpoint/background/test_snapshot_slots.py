@@ -43,6 +43,9 @@ def _replicate(rank: int, slot: int, slots: int, size: int, base_sequence: int, 
         size=size,
         base_sequence=base_sequence,
         slots=slots,
+        streams=1,
+        segment_bytes=1,
+        transfer="",
     )
 
 
