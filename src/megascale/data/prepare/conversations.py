@@ -19,11 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megascale.data.tokenizer.base import Tokenizer
-from megascale.data.tokenizer.chat_template import ChatTemplate, Message, RenderedChat, TemplateError
+from megascale.data.tokenizer.chat_template import ChatTemplate, Message, RenderedChat, TemplateError, has_marks
 from megascale.errors import DataError
 
 _BATCH_CONVERSATIONS = 512  # conversations passed to the tokenizer at a time
 _MAX_NAMED_FAULTS = 5  # records that one error names
+_MARK_BYTES = b"\xf4\x8f\xbf"  # the first bytes of the two characters that `has_marks` finds
+# Keys by which other trainers leave a message out of the loss, and their only values that change nothing.
+_TRAINED_VALUES: dict[str, tuple[Any, ...]] = {"weight": (None, 1), "train": (None, True), "trainable": (None, True)}
 
 
 @dataclass(frozen=True)
@@ -122,15 +125,18 @@ def _parse_json(data: bytes) -> dict[str, Any]:
         raise _RecordError("the record", f"it is not JSON ({error}); write one object per line") from None
     if not isinstance(record, dict):
         raise _RecordError("the record", f"it is {_describe(record)}; write an object with the key messages")
-    if b"\\u" in data:
+    if b"\\u" in data or _MARK_BYTES in data:
         _check_unicode(record)
     return record
 
 
 def _check_unicode(record: dict[str, Any]) -> None:
-    """Raise _RecordError for a record with half of a surrogate pair, which no tokenizer can encode."""
+    """Raise _RecordError for half of a surrogate pair, which no tokenizer can encode, and for a template's marks."""
+    text = json.dumps(record, ensure_ascii=False)
+    if has_marks(text):
+        raise _RecordError("the record", "it has U+10FFFE or U+10FFFF, which are not characters; remove them")
     try:
-        json.dumps(record, ensure_ascii=False).encode()
+        text.encode()
     except UnicodeEncodeError as error:
         surrogate = f"\\u{ord(error.object[error.start]):04x}"
         raise _RecordError(
@@ -174,6 +180,13 @@ def _check_messages(value: Any, key: str) -> tuple[Message, ...]:
         is_text = isinstance(content, str) or (isinstance(content, list) and content)
         if not is_text and not message.get("tool_calls"):
             raise _RecordError(f"{key}[{index}].content", f"it is {_describe(content)}; write a text")
+        for name, allowed in _TRAINED_VALUES.items():
+            if message.get(name) not in allowed:
+                raise _RecordError(
+                    f"{key}[{index}].{name}",
+                    f"{message[name]!r} leaves the message out of the loss in other trainers and has no effect here; "
+                    "remove the key, or write prompt and completion, since messages of prompt do not count",
+                )
     return tuple(value)
 
 
@@ -287,7 +300,7 @@ def weigh_tokens(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, 
 def _encode_pair(conversation: Conversation, tokenizer: Tokenizer) -> EncodedConversation:
     """Encode prompt and completion separately, as generation encodes a prompt, and end with the end of document."""
     prompt = tokenizer.encode_prompt(conversation.prompt)
-    completion = [*tokenizer.encode(conversation.completion), tokenizer.end_of_document]
+    completion = [*tokenizer.encode_continuation(conversation.completion), tokenizer.end_of_document]
     weights = np.zeros(len(prompt) + len(completion), np.uint8)
     weights[len(prompt) :] = 1
     return EncodedConversation(np.array(prompt + completion, np.uint32), weights)
