@@ -436,3 +436,8 @@ def test_damaged_pages_and_columns_of_one_name_in_parquet(tmp_path: Path) -> Non
     file.write_bytes(data)
     with pytest.raises(DataError, match=r"damaged\.parquet is damaged .*; copy it again"):
         documents(file)
+
+
+def test_a_device_is_named_as_one() -> None:
+    with pytest.raises(DataError, match=r"/dev/null is a pipe or a device; save its text to a file"):
+        find_files([Path("/dev/null")])

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megascale.core.untrusted_files import LFS_POINTER
 from megascale.data.dataset.indexed import IndexedDataset
 from megascale.data.dataset.manifest import check_sampled_tokens
 from megascale.data.dataset.samples import HeldOut
@@ -362,3 +363,27 @@ def test_damaged_special_tokens_are_refused(folder, tmp_path) -> None:
     (copy / "special_tokens_map.json").write_text('{"bos_token": "<s>"')
     with pytest.raises(DataError, match=r"special_tokens_map\.json cannot be read as JSON.*copy it again"):
         load_chat_template(copy)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.jsonl.zst", b"", r"\.zst is not read; give JSON lines, plain or compressed with gzip"),
+        ("a.parquet", b"", r"\.parquet is not read"),
+        ("a.json", b'\xef\xbb\xbf [{"prompt": "a"}]', r"begins with a list, and one record per line .*> a\.jsonl"),
+        ("a.jsonl", LFS_POINTER + b"v1\n", r"is a pointer of Git LFS.*git lfs pull"),
+    ],
+)
+def test_other_formats_of_conversations_have_a_remedy(name, data, message, tmp_path) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=rf"--chat=.*{name}:? {message}"):
+        list(read_lines([tmp_path / name]))
+
+
+def test_a_file_of_conversations_counts_once_and_may_be_named_in_capitals(tmp_path) -> None:
+    file = tmp_path / "A.JSONL.GZ"
+    file.write_bytes(gzip.compress(b'{"prompt": "a", "completion": "b"}\n'))
+    (tmp_path / "link.gz").symlink_to(file)
+    assert [line.number for line in read_lines([file])] == [1]
+    with pytest.raises(DataError, match=r"link\.gz is named twice"):
+        list(read_lines([file, tmp_path / "link.gz"]))

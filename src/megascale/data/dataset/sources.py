@@ -156,6 +156,8 @@ def find_files_and_skipped(
                         f"input {path} is a link to {path.readlink()}, which does not exist; restore the "
                         "file, or remove the link"
                     )
+        elif entry.exists():
+            raise DataError(f"input {entry} is a pipe or a device; save its text to a file, and give the file")
         else:
             raise DataError(f"input {entry} does not exist; give files or folders of text")
     if not files:

@@ -79,6 +79,7 @@ class _BuildPlan:
         split: rule that assigns documents to training and held-out text.
         key: key of the text in jsonl records and parquet rows.
         skipped: numbers of files and links that have no piece, by reason.
+        vocab_size: requested size of a tokenizer that is trained; 0: a tokenizer is given.
     """
 
     recipe: str
@@ -87,6 +88,7 @@ class _BuildPlan:
     split: Split
     key: str
     skipped: dict[str, int] = field(default_factory=dict)
+    vocab_size: int = 0
 
     @property
     def size(self) -> int:
@@ -160,6 +162,8 @@ def build(
     else:
         plan = _plan_files(recipe, files, [str(path) for path in inputs], share=held_out, key=text_key)
         plan = replace(plan, skipped=skipped)
+    if given_tokenizer is None:
+        plan = replace(plan, vocab_size=vocab_size)
     with _make_progress_bars(progress) as bars, _lock_parts_folder(out, plan) as parts_folder:
         if not (parts_folder / TOKENIZER).exists():
             _add_tokenizer(parts_folder, plan, given_tokenizer, vocab_size, bars)
@@ -388,7 +392,12 @@ def _join_pieces(out: Path, parts_folder: Path, plan: _BuildPlan, bars: Progress
     check_representation(tokenizer, sum(sizes.values()), sum(lost.values()), plan.format_inputs())
     tokenizer.save(out / TOKENIZER)
     dtype = choose_token_dtype(tokenizer.vocab_size)
-    notes = (_make_begin_note(tokenizer), _make_loss_note(sizes, lost), _make_share_note(sizes, plan))
+    notes = (
+        _make_begin_note(tokenizer),
+        _make_loss_note(sizes, lost),
+        _make_share_note(sizes, plan),
+        _make_vocabulary_note(tokenizer, plan),
+    )
     manifest = Manifest(
         plan.inputs,
         plan.recipe,
@@ -496,6 +505,16 @@ def _make_share_note(sizes: dict[str, int], plan: _BuildPlan) -> str:
     if any(piece.sides for piece in plan.pieces) or abs(share - requested) <= requested / 2:
         return ""
     return f"{share:.2%} of the text is held out, where --held-out={requested:g} requests {requested:.2%}"
+
+
+def _make_vocabulary_note(tokenizer: Tokenizer, plan: _BuildPlan) -> str:
+    """Return a note if a trained tokenizer has fewer entries than requested, because the text has no more merges."""
+    if tokenizer.vocab_size >= plan.vocab_size:
+        return ""
+    return (
+        f"the tokenizer has {tokenizer.vocab_size:,} entries, where --vocab-size={plan.vocab_size} requests more: the "
+        "text has too few different words"
+    )
 
 
 def _make_progress_bars(show: bool) -> Progress:

@@ -18,12 +18,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megascale.core.untrusted_files import LFS_POINTER, open_regular
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.chat_template import ChatTemplate, Message, RenderedChat, TemplateError, has_marks
 from megascale.errors import DataError
 
 _BATCH_CONVERSATIONS = 512  # conversations passed to the tokenizer at a time
 _MAX_NAMED_FAULTS = 5  # records that one error names
+_UNREAD_SUFFIXES = (".zst", ".bz2", ".xz", ".zip", ".parquet", ".arrow", ".csv", ".tsv")  # of files of conversations
+_PROBE_BYTES = 1 << 12  # beginning of a file that shows its format
 _MARK_BYTES = b"\xf4\x8f\xbf"  # the first bytes of the two characters that `has_marks` finds
 # Keys by which other trainers leave a message out of the loss, and their only values that change nothing.
 _TRAINED_VALUES: dict[str, tuple[Any, ...]] = {"weight": (None, 1), "train": (None, True), "trainable": (None, True)}
@@ -97,9 +100,17 @@ class _RecordError(ValueError):
 
 
 def read_lines(files: Sequence[Path]) -> Iterator[Line]:
-    """Yield the lines of JSON-lines files (plain or .gz) that are not blank. Raises DataError for unreadable files."""
+    """Yield the lines of JSON-lines files (plain or .gz) that are not blank.
+
+    Raises DataError for unreadable files, other formats, and a file that is named twice.
+    """
+    read_files: set[Path] = set()
     for file in files:
-        opener = gzip.open if file.suffix == ".gz" else open
+        if file.resolve() in read_files:
+            raise DataError(f"--chat={file} is named twice, so its conversations would be repeated; name it once")
+        read_files.add(file.resolve())
+        _check_format(file)
+        opener = gzip.open if file.suffix.lower() == ".gz" else open
         try:
             with opener(file, "rb") as lines:
                 for number, data in enumerate(lines, 1):
@@ -108,6 +119,25 @@ def read_lines(files: Sequence[Path]) -> Iterator[Line]:
         except (OSError, EOFError, zlib.error) as error:  # a damaged .gz raises all three
             reason = getattr(error, "strerror", None) or error
             raise DataError(f"--chat={file} cannot be read: {reason}; name a complete file") from None
+
+
+def _check_format(file: Path) -> None:
+    """Raise DataError for a file whose suffix or beginning shows another format than JSON lines."""
+    suffix = file.suffix.lower()
+    if suffix in _UNREAD_SUFFIXES:
+        raise DataError(f"--chat={file}: {suffix} is not read; give JSON lines, plain or compressed with gzip (.gz)")
+    try:
+        with open(file, "rb", opener=open_regular) as opened:
+            beginning = opened.read(_PROBE_BYTES)
+    except OSError:
+        return  # the caller reports it
+    if beginning.startswith(LFS_POINTER):
+        raise DataError(f"--chat={file} is a pointer of Git LFS, not the file itself; get the file with `git lfs pull`")
+    if beginning.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+        raise DataError(
+            f'--chat={file} begins with a list, and one record per line is read; convert it with `python -c "import '
+            f"json; [print(json.dumps(r)) for r in json.load(open('{file}'))]\" > {file.with_suffix('.jsonl').name}`"
+        )
 
 
 def parse_conversation(line: Line) -> Conversation:
