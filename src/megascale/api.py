@@ -305,7 +305,7 @@ def open_chat(
     Messages are rendered by the chat template of the run's tokenizer. A reply ends where the template ends a turn, at
     an end token, or after `tokens` tokens. Raises DataError without a template.
     """
-    from megascale.data.tokenizer.chat_template import load_chat_template
+    from megascale.data.tokenizer.chat_template import check_special_tokens, load_chat_template
     from megascale.model.huggingface.generation_config import list_end_ids, load_generation_config
     from megascale.train.chat import ChatSession, find_chat_folder
     from megascale.train.generation import Sampling
@@ -317,7 +317,9 @@ def open_chat(
     choose_device(device)  # refuse a missing device before any work
     config, _ = load_trained_config(run, step)
     file, tokenizer = load_trained_tokenizer(run, config, step)
-    template = load_chat_template(find_chat_folder(run, file))
+    folder = find_chat_folder(run, file)
+    template = load_chat_template(folder)
+    check_special_tokens(template, folder, tokenizer)
     ends = {tokenizer.end_of_document, *list_end_ids(load_generation_config(run))}
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     model, _ = restore_model(run, step=step, device=device)

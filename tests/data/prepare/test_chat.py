@@ -387,3 +387,28 @@ def test_a_file_of_conversations_counts_once_and_may_be_named_in_capitals(tmp_pa
     assert [line.number for line in read_lines([file])] == [1]
     with pytest.raises(DataError, match=r"link\.gz is named twice"):
         list(read_lines([file, tmp_path / "link.gz"]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "source"),
+    [
+        ({"additional_special_tokens": ["<|turn|>"]}, "<|turn|>" + SIMPLE),
+        ({"added_tokens_decoder": {"300": {"content": "<|turn|>"}}}, "<|turn|>" + SIMPLE),
+        ({"bos_token": "<|turn|>"}, "{{ bos_token }}" + SIMPLE),
+    ],
+)
+def test_special_tokens_that_the_vocabulary_lacks_are_refused(settings, source, folder, tmp_path) -> None:
+    """transformers adds such a token, and the name would be encoded as several tokens here."""
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    values = json.loads((copy / "tokenizer_config.json").read_text()) | {"chat_template": source}
+    (copy / "tokenizer_config.json").write_text(json.dumps(values | settings))
+    records = [{"messages": [TURNS[1], {"role": "assistant", "content": f"answer {i}"}]} for i in range(4)]
+    file = write(tmp_path / "a.jsonl", records)
+    with pytest.raises(DataError, match=r"declares the special tokens '<\|turn\|>', which the template .* save it"):
+        build_chat(tmp_path / "out", [file], tokenizer=copy)
+    assert not (tmp_path / "out").exists()
+    (copy / "tokenizer_config.json").write_text(json.dumps(values | {"chat_template": "<|turn|>" + SIMPLE}))
+    notes = build_chat(tmp_path / "out", [file], tokenizer=copy).manifest.notes
+    assert [note.partition("writes ")[2] for note in notes] == [
+        "<|turn|>, which is not a token of the tokenizer, but several"
+    ]

@@ -182,3 +182,12 @@ def test_text_that_a_pattern_skips_is_counted(tmp_path: Path) -> None:
 def test_ids_without_a_token_have_no_text(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(described(tmp_path))
     assert tokenizer.decode([257, 265, 5000, 260]) == "theing"
+
+
+def test_an_export_drops_what_the_pattern_skips(tmp_path: Path) -> None:
+    for pattern in (r" ?\p{L}+|.|\n", r"\p{L}+"):
+        (tmp_path / "tiny.json").write_text(json.dumps({"pattern": pattern, "special_tokens": {END: 270}}))
+        tokenizer = load_tokenizer(rank_file(tmp_path / "tiny.tiktoken"))
+        assert isinstance(tokenizer, TiktokenTokenizer)
+        text = "the thing, in ✓!\n"
+        assert tokenizer.to_tokenizers().encode(text).ids == tokenizer.encode(text)

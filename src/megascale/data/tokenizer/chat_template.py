@@ -8,6 +8,7 @@ assistant's text is found as the difference between two renderings (`ChatTemplat
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megascale.config.text_files import read_text
+from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.huggingface_file import CONFIG
 from megascale.errors import DataError
 
@@ -28,6 +30,7 @@ _SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 # Marks around a generation block in the rendered text. Unicode reserves both, and records with them are refused.
 _BLOCK_BEGIN, _BLOCK_END = "\U0010fffe", "\U0010ffff"
 
+_SPECIAL_NAME = re.compile(r"<\|[^|<>\s{}]{1,40}\|>")  # names such as <|im_start|>
 CHATML_BEGIN, CHATML_END = "<|im_start|>", "<|im_end|>"
 # ChatML, the template of a tokenizer that is trained on conversations.
 CHATML = """{%- if tools -%}
@@ -369,6 +372,48 @@ def _read_settings(path: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise DataError(f"{path} is not a JSON object; copy it again, or remove it")
     return settings
+
+
+def check_special_tokens(template: ChatTemplate, folder: Path, tokenizer: Tokenizer) -> list[str]:
+    """Return a note for names in a template that look like special tokens and are encoded as several tokens.
+
+    Raises DataError for a token of the folder's settings that the template writes and the vocabulary lacks. There,
+    transformers adds a token with an id that the model may not have.
+
+    Args:
+        folder: folder of the tokenizer's settings.
+        tokenizer: the tokenizer.
+    """
+    names_by_key = dict(template.special_tokens)
+    settings = _read_settings(folder / CONFIG)
+    entries = [*(settings.get("additional_special_tokens") or []), *(settings.get("extra_special_tokens") or [])]
+    added_tokens = settings.get("added_tokens_decoder")
+    if isinstance(added_tokens, dict):
+        entries += added_tokens.values()
+    for entry in entries:
+        name = entry.get("content") if isinstance(entry, dict) else entry
+        if isinstance(name, str):
+            names_by_key.setdefault(name, name)
+    declared = {name for key, name in names_by_key.items() if key in template.source or name in template.source}
+    unknown = sorted(name for name in declared if not _is_one_token(name, tokenizer))
+    if unknown:
+        raise DataError(
+            f"{folder / CONFIG} declares the special tokens {', '.join(map(repr, unknown))}, which the template "
+            f"{template.name} writes and tokenizer.json lacks; load the tokenizer with transformers and save it, which "
+            "adds them, and resize the model's embeddings if its vocabulary is smaller"
+        )
+    literal = set(_SPECIAL_NAME.findall(template.source)) - declared
+    return [
+        f"the template {template.name} writes {name}, which is not a token of the tokenizer, but several"
+        for name in sorted(literal)
+        if not _is_one_token(name, tokenizer)
+    ]
+
+
+def _is_one_token(name: str, tokenizer: Tokenizer) -> bool:
+    """Return whether a name in a rendered chat is encoded as one token."""
+    [(ids, _)] = tokenizer.encode_markup([name])
+    return len(ids) == 1
 
 
 def read_template(file: Path) -> str:

@@ -121,7 +121,8 @@ class TiktokenTokenizer(Tokenizer):
         merges = [(names[first], names[second]) for first, second in _find_merges(self._ranks)]
         # As in tiktoken, a word that is a token is not built by merges.
         library = Library(models.BPE(vocabulary, merges, ignore_merges=True))
-        split = pre_tokenizers.Split(Regex(self._pattern), "isolated")
+        # As in tiktoken, text that the pattern skips is dropped.
+        split = pre_tokenizers.Split(Regex(self._pattern), "removed", invert=True)
         library.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
         library.decoder = decoders.ByteLevel()
         library.add_special_tokens(
