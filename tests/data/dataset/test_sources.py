@@ -441,3 +441,12 @@ def test_damaged_pages_and_columns_of_one_name_in_parquet(tmp_path: Path) -> Non
 def test_a_device_is_named_as_one() -> None:
     with pytest.raises(DataError, match=r"/dev/null is a pipe or a device; save its text to a file"):
         find_files([Path("/dev/null")])
+
+
+def test_a_key_that_occurs_twice_in_a_record_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a", "meta": {"text": "b", "x": {"text": 1}}, "about": "a \\"text\\""}\n')
+    assert documents(file) == ["a"]
+    file.write_text(file.read_text() + '{"text": "a", "text": null}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2 has the key 'text' twice; keep one"):
+        documents(file)

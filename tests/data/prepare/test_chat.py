@@ -412,3 +412,16 @@ def test_special_tokens_that_the_vocabulary_lacks_are_refused(settings, source, 
     assert [note.partition("writes ")[2] for note in notes] == [
         "<|turn|>, which is not a token of the tokenizer, but several"
     ]
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        (b'{"prompt": "a", "completion": "b", "prompt": "c"}', "prompt"),
+        (b'{"messages": [{"role": "user", "role": "assistant", "content": "a"}]}', "role"),
+    ],
+)
+def test_a_key_that_occurs_twice_is_refused(line, key, folder, tmp_path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(line)
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 1, {key}: the key occurs twice"):
+        list(encode_lines(read_lines([tmp_path / "a.jsonl"]), load_tokenizer(folder / "tokenizer.json"), None))

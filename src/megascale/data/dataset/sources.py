@@ -350,13 +350,17 @@ def _read_lines(path: Path, piece: InputPiece, key: str, meter: Meter | None) ->
     else:
         lines = _read_range(path, piece.start, piece.stop, meter)
     line_number = 0
+    quoted_key = json.dumps(key).encode()
     try:
         for line, offset, input_bytes in lines:
             line_number += 1
             # The line's number is unknown in a byte range that does not begin the file.
             location = f"{path}, byte {offset}" if piece.start else f"{path}, line {line_number}"
             if line.strip():
-                yield _read_record(_parse_json(line, location), key, location, input_bytes)
+                record = _parse_json(line, location)
+                if line.count(quoted_key) > 1:
+                    _refuse_repeated_key(line, key, location)
+                yield _read_record(record, key, location, input_bytes)
             else:
                 yield TextRecord("", input_bytes)  # a blank line, or nothing after the last line's end
     except TooLongError:
@@ -416,6 +420,18 @@ def _parse_json(line: bytes, location: str) -> Any:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
         raise _not_json_error(location, error) from None
+
+
+def _refuse_repeated_key(line: bytes, key: str, location: str) -> None:
+    """Raise DataError for an object that has the key twice, since only the last text would be read."""
+
+    def count_key(pairs: list[tuple[str, Any]]) -> int:
+        return sum(1 for name, _ in pairs if name == key)
+
+    # The hook is also called for objects within the record, whose results are values of the pairs.
+    key_count = json.loads(line, object_pairs_hook=count_key)
+    if isinstance(key_count, int) and key_count > 1:
+        raise DataError(f"{location} has the key {key!r} twice; keep one text per record")
 
 
 def _not_json_error(location: str, error: Exception) -> DataError:

@@ -150,7 +150,9 @@ def parse_conversation(line: Line) -> Conversation:
 
 def _parse_json(data: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(data)
+        record = json.loads(data, object_pairs_hook=_make_object)
+    except _RecordError:
+        raise
     except (ValueError, RecursionError) as error:
         raise _RecordError("the record", f"it is not JSON ({error}); write one object per line") from None
     if not isinstance(record, dict):
@@ -158,6 +160,16 @@ def _parse_json(data: bytes) -> dict[str, Any]:
     if b"\\u" in data or _MARK_BYTES in data:
         _check_unicode(record)
     return record
+
+
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises _RecordError for a key that occurs twice, of which only the last would be read."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise _RecordError(repeated, "the key occurs twice in one object; keep one of them")
+    return result
 
 
 def _check_unicode(record: dict[str, Any]) -> None:
