@@ -395,7 +395,7 @@ def check_special_tokens(template: ChatTemplate, folder: Path, tokenizer: Tokeni
         if isinstance(name, str):
             names_by_key.setdefault(name, name)
     declared = {name for key, name in names_by_key.items() if key in template.source or name in template.source}
-    unknown = sorted(name for name in declared if not _is_one_token(name, tokenizer))
+    unknown = sorted(name for name in declared if not _has_own_id(name, tokenizer))
     if unknown:
         raise DataError(
             f"{folder / CONFIG} declares the special tokens {', '.join(map(repr, unknown))}, which the template "
@@ -406,12 +406,12 @@ def check_special_tokens(template: ChatTemplate, folder: Path, tokenizer: Tokeni
     return [
         f"the template {template.name} writes {name}, which is not a token of the tokenizer, but several"
         for name in sorted(literal)
-        if not _is_one_token(name, tokenizer)
+        if not _has_own_id(name, tokenizer)
     ]
 
 
-def _is_one_token(name: str, tokenizer: Tokenizer) -> bool:
-    """Return whether a name in a rendered chat is encoded as one token."""
+def _has_own_id(name: str, tokenizer: Tokenizer) -> bool:
+    """Return whether a name in a rendered chat is encoded as a single token."""
     [(ids, _)] = tokenizer.encode_markup([name])
     return len(ids) == 1
 

@@ -150,7 +150,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _adds_prefix(self) -> bool:
-        """Whether the tokenizer adds a prefix, such as a blank, to the start of a text."""
+        """True if the tokenizer adds a prefix, such as a blank, to the start of a text."""
         ids = self.encode("a")
         return self.decode(ids + ids) != "aa"
 

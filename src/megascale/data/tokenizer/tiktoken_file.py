@@ -104,7 +104,7 @@ class TiktokenTokenizer(Tokenizer):
         self.end_of_document = special_tokens[end]
         # A pattern that is not published may skip characters, and tiktoken drops what a pattern skips.
         self.loses_text = all(pattern != published_pattern for published_pattern, _ in PUBLISHED.values())
-        self._known_ids = frozenset(ranks.values()) | frozenset(special_tokens.values())
+        self._token_ids = frozenset(ranks.values()) | frozenset(special_tokens.values())
 
     def to_json(self) -> str:
         ranks = {base64.b64encode(token).decode(): rank for token, rank in self._ranks.items()}
@@ -132,7 +132,7 @@ class TiktokenTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int] | NDArray) -> str:
         # A padded vocabulary has ids without a token. They have no text, as in Hugging Face tokenizers.
-        return self._encoding.decode([int(token_id) for token_id in ids if int(token_id) in self._known_ids])
+        return self._encoding.decode([int(token_id) for token_id in ids if int(token_id) in self._token_ids])
 
     def _count_lost_bytes(self, texts: list[str]) -> int:
         lost = 0
