@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megascale.ops import dispatch
-from megascale.ops.peer_sum import BLOCK, sum_over_peers
+from megascale.ops.peer_sum import BLOCK, MAX_RANKS, PARTS_BLOCK_BYTES, sum_over_peers, sum_parts
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -56,3 +56,25 @@ def test_sums_of_narrow_parts_are_rounded_once():
         with dispatch.Kernels(mode).as_current():
             sum_over_peers(local, received, 0, out)
         assert out.item() == 258.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+def test_sums_of_parts_have_the_bits_of_sums_over_peers(dtype, ranks, blocks):
+    """Two programs take the blocks in turn, and the last block is not full."""
+    count = blocks * PARTS_BLOCK_BYTES // 8 // dtype.itemsize + 5
+    generator = torch.Generator().manual_seed(count)
+    parts = (torch.randn(ranks, count, generator=generator) * 10.0 ** torch.arange(ranks)[:, None]).to(dtype)
+    for mode in ("fused", "reference"):
+        with dispatch.Kernels(mode).as_current():
+            expected, out = torch.ones(2, count, dtype=dtype)
+            sum_over_peers(parts[0], parts[1:], 0, expected)
+            sum_parts(list(parts), out, programs=2)
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("ranks", [1, MAX_RANKS + 1])
+def test_other_numbers_of_parts_are_refused(ranks):
+    with pytest.raises(ValueError, match=f"2 to 8 parts, not {ranks}"):
+        sum_parts([torch.zeros(4)] * ranks, torch.zeros(4), programs=2)

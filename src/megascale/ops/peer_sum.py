@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from megascale.ops.dispatch import cdiv, jit, tl, use_fused
+from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
 
 BLOCK = 2048  # elements per program
+MAX_RANKS = 8  # of `sum_parts`
+PARTS_BLOCK_BYTES = 32768  # bytes of a block of all parts in `sum_parts`
+PARTS_STAGES = 5  # a program of `sum_parts` loads the next four blocks into shared memory meanwhile
 
 
 @jit
@@ -80,3 +85,100 @@ def sum_over_peers(local: Tensor, received: Tensor, rank: int, out: Tensor, accu
         out += total
     else:
         out.copy_(total)
+
+
+@jit
+def _sum_parts_kernel(
+    part_0,
+    part_1,
+    part_2,
+    part_3,
+    part_4,
+    part_5,
+    part_6,
+    part_7,
+    out_ptr,
+    count,
+    RANKS: tl.constexpr,
+    WIDEN: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sum `count` elements over RANKS parts. Loads of STAGES - 1 blocks are in flight.
+
+    WIDEN: add in float32, because the summands have 16 bits.
+    """
+    if WIDEN:
+        dtype: tl.constexpr = tl.float32
+    else:
+        dtype: tl.constexpr = out_ptr.dtype.element_ty  # type: ignore[no-redef]
+    for start in tl.range(tl.program_id(0) * BLOCK, count, PROGRAMS * BLOCK, num_stages=STAGES):
+        element = start + tl.arange(0, BLOCK)
+        inside = element < count
+        addend_0 = tl.load(part_0 + element, mask=inside, other=0.0)
+        addend_1 = tl.load(part_1 + element, mask=inside, other=0.0)
+        if RANKS > 2:
+            addend_2 = tl.load(part_2 + element, mask=inside, other=0.0)
+        if RANKS > 3:
+            addend_3 = tl.load(part_3 + element, mask=inside, other=0.0)
+        if RANKS > 4:
+            addend_4 = tl.load(part_4 + element, mask=inside, other=0.0)
+        if RANKS > 5:
+            addend_5 = tl.load(part_5 + element, mask=inside, other=0.0)
+        if RANKS > 6:
+            addend_6 = tl.load(part_6 + element, mask=inside, other=0.0)
+        if RANKS > 7:
+            addend_7 = tl.load(part_7 + element, mask=inside, other=0.0)
+        total = tl.zeros((BLOCK,), dtype)
+        total += addend_0.to(dtype)
+        total += addend_1.to(dtype)
+        if RANKS > 2:
+            total += addend_2.to(dtype)
+        if RANKS > 3:
+            total += addend_3.to(dtype)
+        if RANKS > 4:
+            total += addend_4.to(dtype)
+        if RANKS > 5:
+            total += addend_5.to(dtype)
+        if RANKS > 6:
+            total += addend_6.to(dtype)
+        if RANKS > 7:
+            total += addend_7.to(dtype)
+        tl.store(out_ptr + element, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def sum_parts(parts: Sequence[Tensor], out: Tensor, programs: int) -> None:
+    """Write the sum of parts, added in their order, to `out` with the bits of `sum_over_peers`.
+
+    The parts may lie in the memory of other GPUs. Asynchronous loads into shared memory hide the links' latency without
+    registers. Plain loads do not, because the assembler delays most of them until the first additions.
+
+    Args:
+        parts: two to `MAX_RANKS` summands [count], contiguous, of one type.
+        out: [count], contiguous, of the parts' type.
+        programs: number of programs, each of which takes one SM.
+
+    Raises ValueError for another number of parts.
+    """
+    if not 2 <= len(parts) <= MAX_RANKS:
+        raise ValueError(f"sum_parts takes 2 to {MAX_RANKS} parts, not {len(parts)}")
+    if use_fused("sum of peers' parts", out):
+        padded = [*parts, *[parts[0]] * (MAX_RANKS - len(parts))]
+        block_bytes = PARTS_BLOCK_BYTES // next_power_of_2(len(parts))  # of a part
+        _sum_parts_kernel[(programs,)](
+            *padded,
+            out,
+            len(out),
+            RANKS=len(parts),
+            WIDEN=out.dtype.itemsize < 4,
+            PROGRAMS=programs,
+            STAGES=PARTS_STAGES,
+            BLOCK=block_bytes // out.dtype.itemsize,
+            num_warps=8,
+        )
+        return
+    total = parts[0].to(torch.promote_types(out.dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    out.copy_(total)
