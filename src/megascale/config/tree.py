@@ -13,6 +13,8 @@ from megascale.config.base import Section
 from megascale.config.cluster_sections import KubernetesConfig, SlurmConfig
 from megascale.config.model_section import ModelConfig
 from megascale.config.parallel_sections import (
+    CONTEXT_DATA_CHANNELS,
+    DATA_CHANNELS,
     SIDE_STREAM_MAX_TOKENS,
     SIDE_STREAM_MIN_HIDDEN,
     OverlapConfig,
@@ -51,6 +53,19 @@ class Config(Section):
             return self.overlap.gemms == "on"
         tokens = self.model.sequence_length * self.train.micro_batch
         return self.model.hidden >= SIDE_STREAM_MIN_HIDDEN and tokens <= SIDE_STREAM_MAX_TOKENS
+
+    def max_channels(self, axis: str) -> int | None:
+        """Return the maximum NCCL channels of the axis "pipeline" or "data"; None (NCCL's choice) without overlap."""
+        overlap = self.overlap
+        if axis == "pipeline":
+            return overlap.pipeline_channels if overlap.pipeline else None
+        if not overlap.data:
+            return None
+        if overlap.data_channels != "auto":
+            return overlap.data_channels
+        if self.parallel.context > 1:
+            return CONTEXT_DATA_CHANNELS
+        return DATA_CHANNELS
 
     @property
     def requested_determinism(self) -> bool | None:

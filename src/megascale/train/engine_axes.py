@@ -280,7 +280,7 @@ def describe_overlaps(layout: Layout, device: torch.device) -> dict[str, str]:
     if config.parallel.zero >= 2:
         lines["sharding"] = _describe_sharding(layout)
     for name, size in (("pipeline", grid.pipeline), ("data", grid.shards)):
-        channels = config.overlap.max_channels(name)
+        channels = config.max_channels(name)
         if size > 1 and channels is not None and device.type == "cuda":
             lines[f"{name} channels"] = f"at most {channels}"
         elif size > 1 and f"{name}_channels" in config.overlap.model_fields_set:
