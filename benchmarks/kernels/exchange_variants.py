@@ -74,6 +74,9 @@ VARIANTS: dict[str, Variant] = {
     "sum-kernel-8": sum_by_kernel(8),
     "sum-kernel-16": sum_by_kernel(16),
     "sum-kernel-24": sum_by_kernel(24),
+    "sum-kernel-flags": Variant(
+        CopyPlan(waits_first=True, sum_programs=16, awaits_in_kernel=True), operations=("scatter",)
+    ),
 }
 
 

@@ -27,7 +27,7 @@ from megascale.ops.float8 import cast, grouped, stacks
 from megascale.ops.float8.formats import E4M3, E5M2, Format, allocate_scales
 from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach
 from megascale.ops.peer_max import WORD_BYTES, PeerMax
-from megascale.ops.peer_sum import sum_over_peers, sum_parts
+from megascale.ops.peer_sum import PeerSum, sum_over_peers, sum_parts
 from megascale.parallel.linear import DEFAULT_PRECISION
 from megascale.parallel.tensor import linear_scatter
 
@@ -148,6 +148,8 @@ def sums_of_parts() -> None:
         for dtype in (BF16, torch.float32):
             *parts, out = torch.zeros(ranks + 1, 1 << 16, dtype=dtype)
             sum_parts(parts, out, programs=8)
+            words = torch.zeros(ranks, ranks, dtype=torch.int64)
+            PeerSum(0, list(words))(parts, out, lambda launch: launch())
 
 
 def grouped_gemms() -> None:

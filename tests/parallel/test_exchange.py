@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.errors import TrainingError
-from megascale.ops.peer_sum import sum_over_peers
+from megascale.ops.peer_sum import sum_over_peers, sum_parts
 from megascale.parallel import exchange as module
 from megascale.parallel.collectives import Axis, all_to_all_parts, gather_sequence, scatter_sequence
 from megascale.parallel.copy_plan import IN_ORDER, TOGETHER, TWO_QUEUES, CopyPlan, Operation, choose_plan
@@ -29,6 +29,33 @@ Events = dict[int, bool]  # which of the recorded events have been reached
 Entry = tuple[str, Callable[[Events], Any], Callable[[Events], bool]]  # queue, what to do, what must be true
 
 
+class DeviceSum:
+    """`PeerSum` in queues: the kernel's flags are operations of their own, since a kernel takes time."""
+
+    def __init__(self, device: Device, size: int, awaits: bool = True) -> None:
+        self.device, self.size, self.awaits = device, size, awaits
+        self.call_number = 0
+
+    def __call__(
+        self, parts: Sequence[torch.Tensor], out: torch.Tensor, submit: Callable[[Callable[[], Any]], None]
+    ) -> None:
+        flags, rank = self.device.flags, self.device.rank
+        peers = [peer for peer in range(self.size) if peer != rank]
+
+        def signal() -> None:
+            self.call_number += 1
+            for peer in peers:
+                flags[peer, "sum", rank] = self.call_number
+
+        def have_begun() -> bool:
+            return all(flags.get((rank, "sum", peer), 0) >= self.call_number for peer in peers)
+
+        submit(signal)
+        if self.awaits:
+            self.device.put("side", lambda: None, have_begun)
+        submit(lambda: sum_parts(parts, out, programs=1))
+
+
 class Device:
     """One rank's queues: what is asked for is written down and run later, by `run`.
 
@@ -36,7 +63,7 @@ class Device:
     it and which main waits for, as a graph's branches do.
     """
 
-    def __init__(self, rank: int, flags: dict[tuple[int, ...], int]) -> None:
+    def __init__(self, rank: int, flags: dict[tuple[Any, ...], int]) -> None:
         self.rank, self.flags = rank, flags
         # (what must be true, what to do)
         self.queues: dict[str, deque[tuple[Callable[[], bool], Callable[[], Any]]]] = {q: deque() for q in QUEUES}
@@ -208,7 +235,7 @@ def exchanges_of(
     nbytes = 8 * SHAPE[0] * SHAPE[1]
     memory = [torch.zeros(Exchange.count_buffer_bytes(size, nbytes), dtype=torch.uint8) for _ in range(size)]
     lent_memory = [torch.zeros(Exchange.count_lent_bytes(size, nbytes), dtype=torch.uint8) for _ in range(size)]
-    flags: dict[tuple[int, ...], int] = {}
+    flags: dict[tuple[Any, ...], int] = {}
     devices = [Device(rank, flags) for rank in range(size)]
     exchanges = []
     for device, plan in zip(devices, plans, strict=False):
@@ -520,6 +547,30 @@ def test_peers_wait_until_a_sum_has_read_their_parts(monkeypatch: pytest.MonkeyP
     assert count_right() < 40
 
 
+@pytest.mark.parametrize("awaits", [True, False])
+def test_a_sum_that_awaits_in_its_kernel_is_right_between_other_calls(awaits: bool) -> None:
+    """Without the waits, the kernel reads parts that are not written yet."""
+
+    def make(size: int) -> tuple[list[Device], list[Exchange]]:
+        plan = CopyPlan(waits_first=True, sum_programs=2, awaits_in_kernel=True)
+        devices, exchanges = exchanges_of(size, plans=[plan] * size)
+        for device, ex in zip(devices, exchanges, strict=True):
+            ex.peer_sum = DeviceSum(device, size, awaits)  # type: ignore[assignment]
+        return devices, exchanges
+
+    parts = [(["scatter", "scatter", "gather", "scatter"], True), (["scatter", "lent gather", "all to all"], True)]
+    parts.append((["scatter", "gather", "scatter"], False))
+    right = 0
+    for seed in range(60):
+        try:
+            pairs = play_parts(2 + seed % 3, parts, [0, 2, 1, 0, 0, 1, 2], seed % 2, seed, make=make)
+        except AssertionError:  # a later signal is lost too
+            assert not awaits
+            continue
+        right += all(torch.allclose(*pair) for pair in pairs)
+    assert (right == 60) == awaits
+
+
 @pytest.mark.parametrize("is_read_after", [False, True])
 def test_a_lent_result_is_read_within_its_capture(is_read_after: bool) -> None:
     """A peer's next replay may overwrite a result that is read after the replay."""
@@ -623,10 +674,10 @@ def test_no_call_and_no_replay_begins_after_a_peer_has_died() -> None:
             call()
 
 
-class SurvivorFlags(dict[tuple[int, ...], int]):
+class SurvivorFlags(dict[tuple[Any, ...], int]):
     """Flags of rank 0; what it sends to the dead is lost."""
 
-    def __setitem__(self, flag: tuple[int, ...], value: int) -> None:
+    def __setitem__(self, flag: tuple[Any, ...], value: int) -> None:
         if flag[0] == 0:
             super().__setitem__(flag, value)
 
@@ -678,6 +729,7 @@ def end_waits_of_survivor(
             for peer in range(1, size):
                 device.flags[0, peer] = 1 << 30
                 device.flags[0, peer, 0] = device.flags[0, peer, 1] = 1
+                device.flags[0, "sum", peer] = 1 << 30
             able = [queue for queue in device.queues.values() if queue and queue[0][0]()]
             assert able, "a wait outlasts the release of all flags"
         rng.choice(able).popleft()[1]()

@@ -1,13 +1,21 @@
-"""Sum of gradients over ranks in a fixed order, so that the bits are equal on every rank and in every run."""
+"""Sum of gradients over ranks in a fixed order, so that the bits are equal on every rank and in every run.
+
+`PeerSum` awaits the parts of the peers within its kernel. Each rank writes the number of the call into the memory of
+each peer, and every program of the kernel waits until all peers have done so. A peer writes it after its parts of the
+call, and after its kernel of the previous call, so it no longer reads those parts. A peer that has died writes nothing.
+The waiting rank's watch then writes RELEASED into that rank's words, which ends the wait (parallel/peer_watch.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
+from megascale.ops.peer_max import WORD_BYTES
 
 BLOCK = 2048  # elements per program
 MAX_RANKS = 8  # of `sum_parts`
@@ -98,7 +106,12 @@ def _sum_parts_kernel(
     part_6,
     part_7,
     out_ptr,
+    calls_ptr,
+    words_ptr,
+    peers_ptr,
     count,
+    rank,
+    AWAIT: tl.constexpr,
     RANKS: tl.constexpr,
     WIDEN: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -107,12 +120,32 @@ def _sum_parts_kernel(
 ):
     """Sum `count` elements over RANKS parts. Loads of STAGES - 1 blocks are in flight.
 
+    AWAIT: signal the peers, and wait for their signals first.
+    calls_ptr: number of calls that each program has made [PROGRAMS].
+    words_ptr: this rank's words [RANKS], written by peers. peers_ptr: addresses of the words of all ranks.
     WIDEN: add in float32, because the summands have 16 bits.
     """
     if WIDEN:
         dtype: tl.constexpr = tl.float32
     else:
         dtype: tl.constexpr = out_ptr.dtype.element_ty  # type: ignore[no-redef]
+    if AWAIT:
+        program = tl.program_id(0)
+        call = tl.load(calls_ptr + program) + 1
+        tl.debug_barrier()  # all threads have read the number before it changes
+        tl.store(calls_ptr + program, call)
+        if program == 0:
+            for peer in tl.static_range(RANKS):
+                if peer != rank:
+                    peer_words = tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64))
+                    tl.atomic_xchg(peer_words + rank, call, sem="release", scope="sys")
+        for peer in tl.static_range(RANKS):
+            if peer != rank:
+                # An atomic addition of 0 reads the word that a peer may write meanwhile.
+                received = tl.atomic_add(words_ptr + peer, 0, sem="acquire", scope="sys")
+                while (received < call) & (received != -1):  # RELEASED
+                    received = tl.atomic_add(words_ptr + peer, 0, sem="acquire", scope="sys")
+        tl.debug_barrier()
     for start in tl.range(tl.program_id(0) * BLOCK, count, PROGRAMS * BLOCK, num_stages=STAGES):
         element = start + tl.arange(0, BLOCK)
         inside = element < count
@@ -164,21 +197,82 @@ def sum_parts(parts: Sequence[Tensor], out: Tensor, programs: int) -> None:
     if not 2 <= len(parts) <= MAX_RANKS:
         raise ValueError(f"sum_parts takes 2 to {MAX_RANKS} parts, not {len(parts)}")
     if use_fused("sum of peers' parts", out):
-        padded = [*parts, *[parts[0]] * (MAX_RANKS - len(parts))]
-        block_bytes = PARTS_BLOCK_BYTES // next_power_of_2(len(parts))  # of a part
-        _sum_parts_kernel[(programs,)](
-            *padded,
-            out,
-            len(out),
-            RANKS=len(parts),
-            WIDEN=out.dtype.itemsize < 4,
-            PROGRAMS=programs,
-            STAGES=PARTS_STAGES,
-            BLOCK=block_bytes // out.dtype.itemsize,
-            num_warps=8,
-        )
+        _launch_sum_parts(parts, out, programs, calls=out, words=out, peers=out, rank=0, awaits=False)
         return
     total = parts[0].to(torch.promote_types(out.dtype, torch.float32), copy=True)
     for part in parts[1:]:
         total += part
     out.copy_(total)
+
+
+def _launch_sum_parts(
+    parts: Sequence[Tensor],
+    out: Tensor,
+    programs: int,
+    calls: Tensor,
+    words: Tensor,
+    peers: Tensor,
+    rank: int,
+    awaits: bool,
+) -> None:
+    padded = [*parts, *[parts[0]] * (MAX_RANKS - len(parts))]
+    block_bytes = PARTS_BLOCK_BYTES // next_power_of_2(len(parts))  # of a part
+    _sum_parts_kernel[(programs,)](
+        *padded,
+        out,
+        calls,
+        words,
+        peers,
+        len(out),
+        rank,
+        AWAIT=awaits,
+        RANKS=len(parts),
+        WIDEN=out.dtype.itemsize < 4,
+        PROGRAMS=programs,
+        STAGES=PARTS_STAGES,
+        BLOCK=block_bytes // out.dtype.itemsize,
+        num_warps=8,
+    )
+
+
+class PeerSum:
+    """Sum over the ranks of a group. All ranks must make the same calls in the same order, each on one stream.
+
+    Args:
+        rank: rank in the group.
+        memory: memory of each rank as this process accesses it, int64 [ranks], zero before the first call.
+        programs: programs of the kernel, each of which takes one SM; the same on all ranks.
+    """
+
+    def __init__(self, rank: int, memory: Sequence[Tensor], programs: int = 16) -> None:
+        self._rank = rank
+        self._memory = list(memory)
+        self._programs = programs
+        device = memory[rank].device
+        self._calls = torch.zeros(programs, dtype=torch.int64, device=device)
+        self._peers = torch.tensor([words.data_ptr() for words in memory], dtype=torch.int64, device=device)
+
+    @staticmethod
+    def count_memory_bytes(size: int) -> int:
+        """Return the bytes of one rank's memory."""
+        return size * WORD_BYTES
+
+    def __call__(self, parts: Sequence[Tensor], out: Tensor, submit: Callable[[Callable[[], Any]], None]) -> None:
+        """Write the sum of all ranks' parts to `out`, as `sum_parts` does, when the peers have written theirs.
+
+        Args:
+            parts: a summand of each rank, of float32 or 16 bits.
+            submit: runs a function on the stream of the call.
+        """
+        submit(
+            lambda: _launch_sum_parts(
+                parts,
+                out,
+                self._programs,
+                calls=self._calls,
+                words=self._memory[self._rank],
+                peers=self._peers,
+                rank=self._rank,
+                awaits=True,
+            )
+        )

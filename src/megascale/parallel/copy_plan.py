@@ -19,12 +19,15 @@ class CopyPlan:
         piece_bytes: length of the pieces that are copied from the peers in turn; 0: whole parts.
         sum_programs: programs of the kernel that sums a scatter's parts in the peers' memory; 0: copy engines bring
             the parts before they are summed.
+        awaits_in_kernel: let the kernel of `Exchange.peer_sum`, which has its own number of programs, await the peers.
+            This is the same on all ranks.
     """
 
     queues: int = 1
     waits_first: bool = False
     piece_bytes: int = 0
     sum_programs: int = 0
+    awaits_in_kernel: bool = False
 
 
 IN_ORDER = CopyPlan()

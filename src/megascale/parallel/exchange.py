@@ -46,7 +46,7 @@ import torch
 
 from megascale.core.spans import SpanAxis, SpanKind
 from megascale.ops.peer_max import PeerMax
-from megascale.ops.peer_sum import MAX_RANKS, sum_over_peers, sum_parts
+from megascale.ops.peer_sum import MAX_RANKS, PeerSum, sum_over_peers, sum_parts
 from megascale.parallel.copy_plan import PUSHED, CopyPlan, Operation, choose_plan
 from megascale.parallel.peer_watch import PeerWatch
 from megascale.parallel.runtime import Runtime
@@ -182,9 +182,10 @@ class Exchange:
 
     Attributes:
         peer_max: computes the maximum of a number over ranks; None if the device does not support that.
+        peer_sum: sums parts over ranks and awaits them; None if the device does not support that.
         watch: ends waits for a peer that has died; None without processes to watch.
         copy_plan: order of the copies of all calls, for measurements; None: chosen by the bytes of a part. Ranks may
-            have different plans.
+            have different plans, but not other values of `awaits_in_kernel`.
     """
 
     def __init__(
@@ -213,6 +214,7 @@ class Exchange:
         self._memory = memory
         self._streams = streams
         self.peer_max: PeerMax | None = None
+        self.peer_sum: PeerSum | None = None
         self.watch: PeerWatch | None = None
         self.copy_plan: CopyPlan | None = None
         self._begun_count = 0
@@ -737,10 +739,10 @@ class Exchange:
         own_parts = parts[self.rank]
         self._run_work(write, own_parts, None)
         self._copy_waits_for_main()
+        if plan.sum_programs and self.size <= MAX_RANKS:
+            return self._sum_from_peers(index, number, [part[self.rank] for part in parts], plan)
         for step in range(1, self.size):
             streams.signal((self.rank + step) % self.size, number)
-        if plan.sum_programs and self.size <= MAX_RANKS:
-            return self._sum_from_peers(index, number, [part[self.rank] for part in parts], plan.sum_programs)
         received = like.new_empty((self.size - 1, *shape))
         copies = []
         for step in range(1, self.size):
@@ -767,23 +769,30 @@ class Exchange:
         return wait
 
     def _sum_from_peers(
-        self, index: int, number: int, addends: Sequence[torch.Tensor], programs: int
+        self, index: int, number: int, addends: Sequence[torch.Tensor], plan: CopyPlan
     ) -> Callable[[], torch.Tensor]:
         """Sum all ranks' addends of this rank's part by a kernel that reads them in the peers' memory.
 
         Args:
             index: index of the scatter's buffer.
-            number: number of the scatter, which has been signalled.
+            number: number of the scatter.
 
         Returns:
             A function that waits and returns the sum.
         """
         streams = self._streams
         out = torch.empty_like(addends[self.rank])
-        for step in range(1, self.size):
-            streams.wait_for((self.rank - step) % self.size, number)
+        parts = [addend.view(-1) for addend in addends]
+        awaits_in_kernel = plan.awaits_in_kernel and self.peer_sum is not None
+        if not awaits_in_kernel:
+            self._meet(number)
+        # The kernel's flags say that this rank has ended its earlier copies, as all flags do.
         streams.stream_wait("side", streams.record_event("copy"))
-        streams.compute(lambda: sum_parts([addend.view(-1) for addend in addends], out.view(-1), programs), "side")
+        if awaits_in_kernel:
+            assert self.peer_sum is not None
+            self.peer_sum(parts, out.view(-1), partial(streams.compute, queue="side"))
+        else:
+            streams.compute(lambda: sum_parts(parts, out.view(-1), plan.sum_programs), "side")
         # Later signals say that this rank no longer reads the addends.
         streams.stream_wait("copy", streams.record_event("side"))
         end = self._end_call(index)

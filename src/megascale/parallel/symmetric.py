@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megascale import torch_private
 from megascale.ops.dispatch import HAS_TRITON
 from megascale.ops.peer_max import RELEASED, WORD_BYTES, PeerMax
+from megascale.ops.peer_sum import PeerSum
 from megascale.parallel.collectives import Axis
 from megascale.parallel.exchange import Exchange, list_copy_queues
 from megascale.parallel.peer_watch import Member, PeerWatch, describe_process, make_page
@@ -128,11 +129,12 @@ def _allocate(
     shard_bytes = -(-shard_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
     flags_start = Exchange.count_buffer_bytes(axis.size, shard_bytes)
     # After the buffers of gathers and scatters come three flags per rank: one for eager calls and two for captured
-    # calls. After the flags comes the memory of PeerMax, then the peer memory and
-    # the slots of pushed results.
+    # calls. After the flags comes the memory of PeerMax and PeerSum, then the peer
+    # memory and the slots of pushed results.
     peer_max_start = flags_start + 3 * axis.size * FLAG_BYTES
-    peer_max_stop = peer_max_start + PeerMax.count_memory_bytes(axis.size)
-    peer_memory_start = -(-peer_max_stop // _ALIGN_BYTES) * _ALIGN_BYTES
+    peer_sum_start = peer_max_start + PeerMax.count_memory_bytes(axis.size)
+    peer_sum_stop = peer_sum_start + PeerSum.count_memory_bytes(axis.size)
+    peer_memory_start = -(-peer_sum_stop // _ALIGN_BYTES) * _ALIGN_BYTES
     peer_memory_stop = peer_memory_start + peer_memory_bytes
     lent_start = -(-peer_memory_stop // _ALIGN_BYTES) * _ALIGN_BYTES
     nbytes = lent_start
@@ -144,9 +146,9 @@ def _allocate(
     handle = torch_private.symmetric_memory.rendezvous(buffer, axis.group.group_name)
     dist.barrier(axis.group)  # the flags of all ranks are zero before a rank writes one
     memory = [handle.get_buffer(rank, buffer.shape, torch.uint8) for rank in range(axis.size)]
-    peer_max_words = [rank_memory[peer_max_start:peer_max_stop].view(torch.int64) for rank_memory in memory]
+    words = [rank_memory[peer_max_start:peer_sum_stop].view(torch.int64) for rank_memory in memory]
     flag_addresses = [rank_memory.data_ptr() + flags_start for rank_memory in memory]
-    streams = CudaStreams(axis.rank, flag_addresses, device, words=peer_max_words[axis.rank])
+    streams = CudaStreams(axis.rank, flag_addresses, device, words=words[axis.rank])
     lent_memory: list[torch.Tensor] = []
     if lends:
         lent_memory = [rank_memory[lent_start:] for rank_memory in memory]
@@ -164,7 +166,9 @@ def _allocate(
         lent_memory=lent_memory,
     )
     if HAS_TRITON:
-        exchange.peer_max = PeerMax(axis.rank, peer_max_words)
+        peer_max_length = PeerMax.count_memory_bytes(axis.size) // WORD_BYTES
+        exchange.peer_max = PeerMax(axis.rank, [rank_words[:peer_max_length] for rank_words in words])
+        exchange.peer_sum = PeerSum(axis.rank, [rank_words[peer_max_length:] for rank_words in words])
     return exchange, streams
 
 
@@ -176,7 +180,7 @@ class CudaStreams:
     Args:
         rank: rank in the group.
         flags: address of each rank's flags: one for each peer, then two for each peer for captured calls.
-        words: words of this rank that `PeerMax` waits for, int64.
+        words: words of this rank that `PeerMax` and `PeerSum` wait for, int64.
     """
 
     def __init__(self, rank: int, flags: list[int], device: torch.device, words: torch.Tensor) -> None:

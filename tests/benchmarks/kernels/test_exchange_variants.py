@@ -16,6 +16,7 @@ from tests.parallel.test_exchange import (
     PARTS,
     SHAPE,
     Device,
+    DeviceSum,
     end_waits_of_survivor,
     play_parts,
 )
@@ -35,6 +36,7 @@ def make_variants(size: int, name: str) -> tuple[list[Device], list[Exchange]]:
     for rank, device in enumerate(devices):
         exchange = VariantExchange(rank, size, memory, PART_BYTES, device, lent_memory=lent_memory)
         exchange.select(VARIANTS[name])
+        exchange.peer_sum = DeviceSum(device, size)  # type: ignore[assignment]
         exchanges.append(exchange)
     return devices, exchanges
 
