@@ -187,6 +187,11 @@ class OverlapConfig(Section):
         description="exchange between context ranks; copies: by the copy engines over symmetric memory (GPUs of one "
         "host), which CUDA graphs capture; auto: copies where they work",
     )
+    context_parts: bool = Field(
+        False,  # until it has run on several GPUs
+        description="exchange a context rank's heads in two parts, so that the exchange of one part overlaps with the "
+        "attention of the other (overlap.context=collectives; heads that two does not divide are exchanged at once)",
+    )
     expert: Literal["collectives", "copies", "auto"] = Field(
         "collectives",  # until copies have run on several GPUs
         description="exchange of gathered tokens between the ranks of parallel.expert, or of parallel.context with "

@@ -54,6 +54,11 @@ class Config(Section):
         tokens = self.model.sequence_length * self.train.micro_batch
         return self.model.hidden >= SIDE_STREAM_MIN_HIDDEN and tokens <= SIDE_STREAM_MAX_TOKENS
 
+    @property
+    def exchanges_heads_in_parts(self) -> bool:
+        """Whether context ranks exchange heads in parts: overlap.context_parts, which needs collectives."""
+        return self.overlap.context_parts and self.parallel.context > 1
+
     def max_channels(self, axis: str) -> int | None:
         """Return the maximum NCCL channels of the axis "pipeline" or "data"; None (NCCL's choice) without overlap."""
         overlap = self.overlap
@@ -133,6 +138,11 @@ class Config(Section):
                     f"overlap.{axis}=copies exchanges data between the ranks of parallel.{key}, and there is only one; "
                     f"set --parallel.{key}=2 or more, or --overlap.{axis}=auto"
                 )
+        if self.overlap.context_parts and self.overlap.context != "collectives":
+            raise ValueError(
+                f"overlap.context_parts=true with overlap.context={self.overlap.context}: copies exchange all heads at "
+                "once; set --overlap.context=collectives or --overlap.context_parts=false"
+            )
         if self.parallel.replicate > 1 and self.parallel.zero == 0:
             raise ValueError(
                 f"parallel.replicate={self.parallel.replicate} makes copies of sharded state, and parallel.zero=0 "

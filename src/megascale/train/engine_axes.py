@@ -223,6 +223,8 @@ def choose_context_exchange(
             descriptions[f"exchanges slices for heads{copies}"] = None
     lines = {"context attention": "; ".join(descriptions)}
     requested = config.overlap.context
+    if config.exchanges_heads_in_parts:
+        return replace(axis, overlap="parts"), {**lines, "context exchange": "collectives, in parts of the heads"}
     if requested == "collectives":
         return axis, {**lines, "context exchange": requested}
     token_count = config.model.sequence_length // context * config.train.micro_batch
