@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megascale import config, torch_private
 from megascale.core.group_names import make_attempt_suffix
 from megascale.rendezvous.groups import Groups, leave, shutdown
-from megascale.rendezvous.prepared_groups import GroupPreparation, PreparedPlace
+from megascale.rendezvous.prepared_groups import GroupPreparation, GroupTarget
 from megascale.rendezvous.start_job import initialise
 from tests.rendezvous.conftest import free_port
 
@@ -40,9 +40,9 @@ def start(rank: int, world: int, overrides: list[str], preparation: GroupPrepara
 
 def prepare(rank: int, world: int, overrides: list[str], *, store: dist.Store | None) -> GroupPreparation:
     """Begin to make the groups of attempt 2. A process without a store joins in that attempt."""
-    place = PreparedPlace(config.load(None, PREPARED + overrides), rank, world, CPU, make_attempt_suffix(2))
+    target = GroupTarget(config.load(None, PREPARED + overrides), rank, world, CPU, make_attempt_suffix(2))
     address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    preparation = GroupPreparation(place, address, 7, is_joining=store is None, kept_store=store)
+    preparation = GroupPreparation(target, address, 7, is_joining=store is None, server_store=store)
     preparation.start()
     return preparation
 
@@ -74,12 +74,12 @@ def train_and_join(rank: int, present_world: int, world: int, *, overrides: list
         reach_boundary(rank, preparation, present_world)
         assert preparation.warm_up(LIMIT)
         assert sum_ranks(rank) == 2**present_world - 1  # attempt 1 goes on
-        left_groups = leave(first)
+        earlier_groups = leave(first)
         shutdown(first, failed=True)
     else:
         preparation = prepare(rank, world, overrides, store=None)
         preparation.wait()
-        left_groups = None
+        earlier_groups = None
     backends = dict(preparation.backends)
     os.environ["MASTER_PORT"] = str(port)
     second = start(rank, world, overrides, preparation)
@@ -91,9 +91,9 @@ def train_and_join(rank: int, present_world: int, world: int, *, overrides: list
         if backends:
             used += [group._get_backend(CPU) is backend["cpu"] for name, backend in backends.items() if kind in name]
     observed["used"] = used
-    if left_groups is not None:
-        left_groups.start_abort()
-        left_groups.finish_abort()
+    if earlier_groups is not None:
+        earlier_groups.start_abort()
+        earlier_groups.finish_abort()
     observed["after abort"] = sum_ranks(rank)
     shutdown(second)
     return observed
@@ -151,13 +151,13 @@ def test_no_rank_uses_prepared_groups_if_one_has_dropped_them(ranks):
 
 @pytest.mark.parametrize("overrides", [["parallel.tensor=2"], ["parallel.data=4", "overlap.data=false"]])
 def test_groups_for_another_layout_do_not_match(overrides):
-    place = PreparedPlace(config.load(None, PREPARED), 1, 4, CPU, "@2")
+    target = GroupTarget(config.load(None, PREPARED), 1, 4, CPU, "@2")
     arguments = {"device": CPU, "name_suffix": "@2"}
-    assert place.matches(config.load(None, PREPARED), 1, 4, **arguments)
-    assert not place.matches(config.load(None, PREPARED + overrides), 1, 4, **arguments)
-    assert not place.matches(config.load(None, PREPARED), 2, 4, **arguments)
-    assert not place.matches(config.load(None, PREPARED), 1, 3, **arguments)
-    assert not place.matches(config.load(None, PREPARED), 1, 4, device=CPU, name_suffix="@3")
+    assert target.matches(config.load(None, PREPARED), 1, 4, **arguments)
+    assert not target.matches(config.load(None, PREPARED + overrides), 1, 4, **arguments)
+    assert not target.matches(config.load(None, PREPARED), 2, 4, **arguments)
+    assert not target.matches(config.load(None, PREPARED), 1, 3, **arguments)
+    assert not target.matches(config.load(None, PREPARED), 1, 4, device=CPU, name_suffix="@3")
 
 
 def die(*arguments: Any, **options: Any) -> NoReturn:

@@ -29,7 +29,7 @@ from megascale.rendezvous.concurrent_calls import call_concurrently
 from megascale.rendezvous.group_options import WarmCall
 from megascale.rendezvous.group_plan import DIRECTIONS, GroupSpec, plan_rank_groups
 from megascale.rendezvous.group_sockets import cut_connections
-from megascale.rendezvous.prepared_groups import GroupPreparation, LeftGroups
+from megascale.rendezvous.prepared_groups import EarlierGroups, GroupPreparation
 from megascale.rendezvous.stores import ExternalStore, StoreFault
 
 log = logging.getLogger(__name__)
@@ -253,7 +253,7 @@ def _make_group(
     chosen_backends: AbstractContextManager[None] = torch_private.share_gloo_loop()
     if preparation is not None:
         chosen_backends = reuse_prepared(preparation, spec.name)
-    is_connected_now = is_cuda and not is_connected_later and preparation is None
+    connects_now = is_cuda and not is_connected_later and preparation is None
     with torch_private.name_process_group(spec.name + name_suffix), chosen_backends:
         group = dist.new_group(
             sorted(spec.ranks),
@@ -262,7 +262,7 @@ def _make_group(
             use_local_synchronization=True,
             pg_options=options,
             group_desc=spec.kind,
-            device_id=device if is_connected_now else None,
+            device_id=device if connects_now else None,
         )
     assert isinstance(group, dist.ProcessGroup)
     if is_cuda and preparation is not None and not is_connected_later:
@@ -321,14 +321,14 @@ def abort(groups: Groups) -> None:
         groups.group_abort.start()
 
 
-def leave(groups: Groups) -> LeftGroups:
+def leave(groups: Groups) -> EarlierGroups:
     """Leave all groups without an abort, after a step that all ranks have completed. The caller aborts them later.
 
     torch and `shutdown` do not know the groups any more.
     """
-    left_groups = LeftGroups(list_groups())
+    earlier_groups = EarlierGroups(list_groups())
     torch_private.forget_groups()
-    return left_groups
+    return earlier_groups
 
 
 def abandon(device: torch.device) -> None:

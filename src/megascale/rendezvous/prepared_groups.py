@@ -5,11 +5,10 @@ warm up the new communicators at one step boundary. The next attempt gives the b
 on none (`start_job.initialise`).
 
 NCCL's kernels of two communicators may deadlock if ranks launch them in different orders, since a kernel keeps its SMs
-until its peers have launched theirs. Construction launches no kernel that waits for a peer. It may wait until the
-device is idle, and this wait ends, because ranks launch a step's kernels in one order or in one graph, so no kernel
-waits for a peer that must launch a later one first. First calls and aborts run at a step boundary, after the device is
-idle and before the next launch, so kernels of other communicators are absent. All ranks enter the boundary after the
-same step, because the step's sum carries their requests.
+until its peers have launched theirs. Construction launches no kernel that waits for a peer, but may wait for an idle
+device. That wait ends, since ranks launch a step's kernels in one order or in one graph, and so no kernel needs a later
+one. First calls and aborts run at a step boundary, between an idle device and the next launch, without kernels of other
+communicators. All ranks enter the boundary of the first calls after the same step, which the step's sum chooses.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 WORLD = "world"  # name of the default group in `GroupPreparation.backends`
 _POLL_SECONDS = 0.2  # longest time until a thread that waits in the store notices that the preparation was abandoned
-_SPARE_BYTES = 1 << 29  # of a GPU, for allocations of a step beside a second set of communicators
+_SPARE_BYTES = 1 << 29  # of a GPU, for allocations of a step, in addition to a second set of communicators
 _ABORT_SECONDS = 30.0  # limit for the abort of communicators
 
 
@@ -60,7 +59,7 @@ class Abandoned(Exception):
 
 
 @dataclass(frozen=True)
-class PreparedPlace:
+class GroupTarget:
     """The attempt and the rank for which groups are prepared.
 
     Attributes:
@@ -76,9 +75,10 @@ class PreparedPlace:
 
     def matches(self, config: Config, rank: int, world: int, *, device: torch.device, name_suffix: str) -> bool:
         """Return whether an attempt needs the groups of this rank and layout."""
-        has_same_layout = self.config.parallel == config.parallel and self.config.overlap == config.overlap
-        is_same_rank = (self.rank, self.world, self.device) == (rank, world, device)
-        return has_same_layout and is_same_rank and self.name_suffix == name_suffix
+        if (self.config.parallel, self.config.overlap) != (config.parallel, config.overlap):
+            return False
+        expected = (self.rank, self.world, self.device, self.name_suffix)
+        return expected == (rank, world, device, name_suffix)
 
 
 @dataclass(eq=False)
@@ -86,21 +86,21 @@ class GroupPreparation:
     """Preparation of this rank's groups for the next attempt. A thread of its own makes the backends.
 
     Attributes:
-        place: attempt and rank of the groups.
+        target: attempt and rank of the groups.
         address: host and port of the present attempt's store, which rank 0 serves.
         number: number of the preparation, which separates its keys in the store from those of others.
         is_joining: whether this process trains in no attempt yet. Its thread waits for the step boundary itself.
-        kept_store: store of the present attempt; its reference keeps the server of rank 0 until the groups end.
+        server_store: store of the present attempt; its reference keeps the server of rank 0 until the groups end.
         backends: backends by name of the group ("world" for the default group) and by type of device.
         sockets: gloo's connections by descriptor.
         failure: why the preparation has failed or was abandoned, "" while it has not.
     """
 
-    place: PreparedPlace
+    target: GroupTarget
     address: tuple[str, int]
     number: int
     is_joining: bool = False
-    kept_store: dist.Store | None = field(default=None, repr=False)
+    server_store: dist.Store | None = field(default=None, repr=False)
     backends: dict[str, dict[str, Any]] = field(default_factory=dict, init=False, repr=False)
     sockets: dict[int, str] = field(default_factory=dict, init=False, repr=False)
     failure: str = field(default="", init=False)
@@ -113,7 +113,7 @@ class GroupPreparation:
         self._is_warm = False
         self._store: dist.Store | None = None
         self._specs: list[GroupSpec] = []
-        self._options: GroupOptions = choose_group_options(self.place.config)
+        self._options: GroupOptions = choose_group_options(self.target.config)
         self._abort: GroupAbort | None = None
         self._stopwatch = Stopwatch()
 
@@ -147,7 +147,7 @@ class GroupPreparation:
         All ranks that train must call this function after the same step. The device must be idle, and the caller
         launches nothing meanwhile.
         """
-        if self.place.rank == 0 and self._store is not None:
+        if self.target.rank == 0 and self._store is not None:
             try:
                 self._store.set("boundary", "1")  # the joining ranks wait for it
             except dist.DistError as error:
@@ -170,7 +170,7 @@ class GroupPreparation:
         self._boundary.set()
         cut_connections(self.sockets)
         self._start_abort()
-        log.info("prepared groups of attempt%s are dropped: %s", self.place.name_suffix, reason)
+        log.info("prepared groups of attempt%s are dropped: %s", self.target.name_suffix, reason)
 
     def finish_abort(self) -> None:
         """Wait until the communicators of an abandoned preparation are aborted. Raises TrainingError if they hang."""
@@ -191,8 +191,8 @@ class GroupPreparation:
     def _run(self) -> None:
         """Make the communicators, wait for the step boundary, and make the first calls."""
         try:
-            if self.place.device.type == "cuda":
-                torch.cuda.set_device(self.place.device)
+            if self.target.device.type == "cuda":
+                torch.cuda.set_device(self.target.device)
             self._connect()
             self._connected.set()
             self._await_boundary()
@@ -216,22 +216,22 @@ class GroupPreparation:
 
     def _connect(self) -> None:
         """Meet the other ranks and make the backends of all groups, with NCCL's communicators."""
-        place = self.place
-        settings = place.config.rendezvous
-        grid = Grid.from_config(place.config.parallel, place.world)
-        tied = place.config.model.tied_embeddings
-        self._specs = plan_rank_groups(grid, place.rank, chunk_map_of(place.config.parallel), tied)
-        store = open_client(self.address, place.world, timeout=settings.timeout, check=self._check)
+        target = self.target
+        settings = target.config.rendezvous
+        grid = Grid.from_config(target.config.parallel, target.world)
+        tied = target.config.model.tied_embeddings
+        self._specs = plan_rank_groups(grid, target.rank, chunk_map_of(target.config.parallel), tied)
+        store = open_client(self.address, target.world, timeout=settings.timeout, check=self._check)
         self._store = dist.PrefixStore(f"prepared/{self.number}", store)
         self._check_memory(grid)
         self._meet("present")
         self._stopwatch.end_phase("meet")
-        if place.world > MAX_GLOO_MESH_RANKS:
+        if target.world > MAX_GLOO_MESH_RANKS:
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         timeout = timedelta(seconds=settings.group_timeout)
         earlier_sockets = list_sockets()
-        self._add_gloo(WORLD, range(place.world), timeout)
-        if place.device.type == "cuda":
+        self._add_gloo(WORLD, range(target.world), timeout)
+        if target.device.type == "cuda":
             self._note_sockets(earlier_sockets)  # NCCL's sockets, which are opened later, have its own abort
             self._make_nccl_backends(timeout)
         else:
@@ -244,26 +244,26 @@ class GroupPreparation:
 
     def _check_memory(self, grid: Grid) -> None:
         """Raise TrainingError if the GPU has too little free memory for a second set of communicators."""
-        if self.place.device.type != "cuda":
+        if self.target.device.type != "cuda":
             return
-        free, _ = torch.cuda.mem_get_info(self.place.device)
-        needed = estimate_prepared_groups(self.place.config, grid)
+        free, _ = torch.cuda.mem_get_info(self.target.device)
+        needed = estimate_prepared_groups(self.target.config, grid)
         log.info(
-            "groups of attempt%s: estimate %.2f GiB of the GPU, of which %.2f GiB are free",
-            self.place.name_suffix,
+            "groups of attempt%s: estimate %.2f GiB of the GPU, which has %.2f GiB free",
+            self.target.name_suffix,
             needed / 2**30,
             free / 2**30,
         )
         if free < needed + _SPARE_BYTES:
             raise TrainingError(
-                f"rendezvous.prepared_groups=true needs {(needed + _SPARE_BYTES) / 2**30:.1f} GiB of the GPU, of which "
+                f"rendezvous.prepared_groups=true needs {(needed + _SPARE_BYTES) / 2**30:.1f} GiB of the GPU, and "
                 f"{free / 2**30:.1f} GiB are free"
             )
 
     def _meet(self, name: str) -> None:
         """Wait until all ranks have called this function with the same name. Raises Abandoned."""
         assert self._store is not None
-        if self._store.add(f"{name}/count", 1) == self.place.world:
+        if self._store.add(f"{name}/count", 1) == self.target.world:
             self._store.set(name, "1")
         self._await_key(name)
 
@@ -286,7 +286,7 @@ class GroupPreparation:
         assert self._store is not None
         members = list(ranks)
         store = dist.PrefixStore(f"{name}/cpu", self._store)
-        rank = members.index(self.place.rank)
+        rank = members.index(self.target.rank)
         self.backends[name] = {"cpu": torch_private.make_gloo_backend(store, rank, len(members), timeout)}
 
     def _note_sockets(self, earlier_sockets: Mapping[int, str]) -> None:
@@ -297,8 +297,8 @@ class GroupPreparation:
 
     def _make_nccl_backends(self, timeout: timedelta) -> None:
         """Make NCCL's backends, and one communicator after the other."""
-        place = self.place
-        self._add_nccl(WORLD, range(place.world), timeout, channels=WORLD_CHANNELS)
+        target = self.target
+        self._add_nccl(WORLD, range(target.world), timeout, channels=WORLD_CHANNELS)
         for spec in self._specs:
             self.backends[spec.name] = {}
             channels = self._options.max_channels.get(spec.kind)
@@ -307,7 +307,7 @@ class GroupPreparation:
         for name, backends in self.backends.items():
             if name not in late_names:
                 self._check()
-                torch_private.connect_nccl_backend(backends["cuda"], place.device)
+                torch_private.connect_nccl_backend(backends["cuda"], target.device)
 
     def _add_nccl(self, name: str, ranks: Sequence[int], timeout: timedelta, *, channels: int | None) -> None:
         """Make the NCCL backend of a group, without its communicator."""
@@ -316,9 +316,9 @@ class GroupPreparation:
         members = list(ranks)
         self.backends[name]["cuda"] = torch_private.make_nccl_backend(
             dist.PrefixStore(f"{name}/cuda", self._store),
-            members.index(self.place.rank),
+            members.index(self.target.rank),
             members,
-            name=name + self.place.name_suffix,
+            name=name + self.target.name_suffix,
             timeout=timeout,
             channels=channels,
         )
@@ -333,7 +333,7 @@ class GroupPreparation:
 
     def _make_first_calls(self) -> None:
         """Make the first call of each group, and exchange an element between all pairs of a small job."""
-        device = self.place.device
+        device = self.target.device
         if device.type != "cuda":
             self._call_groups("cpu")
             return
@@ -344,7 +344,7 @@ class GroupPreparation:
         stream.synchronize()
 
     def _call_groups(self, device_type: str) -> None:
-        world, device = self.place.world, self.place.device
+        world, device = self.target.world, self.target.device
         backend = self.backends[WORLD][device_type]
         token = torch.ones(1, device=device)
         backend.allreduce([token]).wait()
@@ -356,11 +356,11 @@ class GroupPreparation:
             if spec.kind not in self._options.late_kinds:
                 self._check()
                 call = self._options.warm_calls.get(spec.kind, "all_reduce")
-                warm_backend(self.backends[spec.name][device_type], spec, self.place.rank, device=device, call=call)
+                warm_backend(self.backends[spec.name][device_type], spec, self.target.rank, device=device, call=call)
 
     def _start_abort(self) -> None:
         """Start to abort NCCL's communicators that exist."""
-        if self.place.device.type != "cuda":
+        if self.target.device.type != "cuda":
             return
         pairs = [(name, backends["cuda"]) for name, backends in list(self.backends.items()) if "cuda" in backends]
         group_abort = GroupAbort()
@@ -389,7 +389,7 @@ def warm_backend(backend: Any, spec: GroupSpec, rank: int, *, device: torch.devi
 
 
 @dataclass(eq=False)
-class LeftGroups:
+class EarlierGroups:
     """Groups of an attempt that ranks have left without an abort, which follows after the next attempt's first step.
 
     Attributes:

@@ -244,7 +244,7 @@ def _is_usable(
     preparation: GroupPreparation, config: Config, rank: int, world: int, *, device: torch.device, suffix: str
 ) -> bool:
     """Return whether this rank can use the groups that it has prepared."""
-    return preparation.is_warm and preparation.place.matches(config, rank, world, device=device, name_suffix=suffix)
+    return preparation.is_warm and preparation.target.matches(config, rank, world, device=device, name_suffix=suffix)
 
 
 def _agree_on_preparation(

@@ -571,10 +571,10 @@ class Trainer:
         parking, device = self.parking, self.rank_info.device
         if parking is None or self.groups is None:
             return
-        if parking.left_groups is not None and self._first_step_start is None:
+        if parking.earlier_groups is not None and self._first_step_start is None:
             begin = time.monotonic()
             self._await_device()
-            parking.abort_left_groups()
+            parking.abort_earlier_groups()
             log.info("aborted the groups of the attempt before in %.2f s", time.monotonic() - begin)
             self.clock.pause()
         if self.step >= self._capture_end_step:

@@ -45,7 +45,7 @@ from megascale.parallel import peer_watch
 from megascale.rendezvous import groups as rank_groups
 from megascale.rendezvous.group_sockets import cut_connections, list_new_sockets, list_sockets
 from megascale.rendezvous.groups import Groups
-from megascale.rendezvous.prepared_groups import GroupPreparation, LeftGroups, PreparedPlace
+from megascale.rendezvous.prepared_groups import EarlierGroups, GroupPreparation, GroupTarget
 from megascale.train.host_pauses import exclude_imports
 from megascale.train.predecessors import await_predecessors
 from megascale.train.rank_info import RankInfo
@@ -106,7 +106,7 @@ class Parking:
         leaving: measures the parts of leaving an attempt; None before the process decides to stay.
         preparation: groups of the next attempt, which a thread makes while ranks train; None without an order.
         keeps_groups: whether this rank leaves the present attempt's groups without an abort.
-        left_groups: groups of the attempt before the present one, which are not aborted yet; otherwise None.
+        earlier_groups: groups of the attempt before the present one, which are not aborted yet; otherwise None.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -122,7 +122,7 @@ class Parking:
         self.leaving: Stopwatch | None = None
         self.preparation: GroupPreparation | None = None
         self.keeps_groups = False
-        self.left_groups: LeftGroups | None = None
+        self.earlier_groups: EarlierGroups | None = None
         self._groups_order: PrepareGroups | None = None  # order that `start_preparation` will carry out
         self._awaits_first_attempt = False  # whether the process waits for its first attempt
         self._order_time = 0.0  # `time.monotonic()` at an order to leave the present attempt at once; otherwise 0
@@ -200,8 +200,8 @@ class Parking:
             if keeps_groups:
                 return
             self._drop_groups("the rank leaves the attempt")
-            if self.left_groups is not None:
-                self.left_groups.start_abort()
+            if self.earlier_groups is not None:
+                self.earlier_groups.start_abort()
             if self._groups is not None:
                 try:
                     rank_groups.abort(self._groups)
@@ -269,17 +269,17 @@ class Parking:
                 return
             self._groups_order = None
             self.preparation = _make_preparation(order, config, info.device)
-            self.preparation.kept_store = groups.root_store
+            self.preparation.server_store = groups.root_store
             self.preparation.start()
 
-    def abort_left_groups(self) -> None:
+    def abort_earlier_groups(self) -> None:
         """Abort the groups of the attempt before the present one. The device must be idle. No effect without any."""
-        left_groups = self.left_groups
-        if left_groups is None:
+        earlier_groups = self.earlier_groups
+        if earlier_groups is None:
             return
-        left_groups.start_abort()
-        left_groups.finish_abort()
-        self.left_groups = None
+        earlier_groups.start_abort()
+        earlier_groups.finish_abort()
+        self.earlier_groups = None
 
     def take_retained(self) -> RetainedState | None:
         """Return the state that the earlier attempt has retained, if any. The present one may change it from now on."""
@@ -336,8 +336,8 @@ class Parking:
 
     def leave_groups(self, groups: Groups) -> None:
         """Leave the groups of the present attempt without an abort, which follows in the next attempt."""
-        self.abort_left_groups()
-        self.left_groups = rank_groups.leave(groups)
+        self.abort_earlier_groups()
+        self.earlier_groups = rank_groups.leave(groups)
 
     def end_leaving_phase(self, phase: str) -> None:
         """Measure a part of leaving the attempt, which ends now. No effect before the process decides to stay."""
@@ -411,10 +411,12 @@ class Parking:
         status = StatusFile(folder.status, rank_info.rank, waiting_node=os.environ["MEGASCALE_NODE"])
         self._awaits_first_attempt = True
         status.update(PARKED, 0)
-        while isinstance(order := self._resumes.get(), PrepareGroups):
+        order = self._resumes.get()
+        while isinstance(order, PrepareGroups):
             self._prepare_while_waiting(order, config, rank_info.device)
             if self._resumes.empty():
                 status.update(PARKED, 0)  # the agent learns from it that the preparation has ended
+            order = self._resumes.get()
         self._awaits_first_attempt = False
         status.close()
         self._begin_attempt(order, folder, rank_info.rank)
@@ -449,7 +451,7 @@ class Parking:
         self.end_leaving_phase("close")
         try:
             if not self.keeps_groups:
-                self.abort_left_groups()
+                self.abort_earlier_groups()
             self._release_preparation()
             _free_memory(keeps_cache=has_engine)
         except (RuntimeError, TrainingError) as error:
@@ -501,8 +503,9 @@ class Parking:
 
     def _await_resume(self) -> Resume:
         """Wait for the order to begin the next attempt, and return it."""
-        while not isinstance(order := self._resumes.get(), Resume):
-            continue
+        order = self._resumes.get()
+        while not isinstance(order, Resume):
+            order = self._resumes.get()
         return order
 
     def _set_environment(self, resume: Resume) -> None:
@@ -521,14 +524,14 @@ def with_data_size(config: Config, data: int) -> Config:
 
 def _make_preparation(order: PrepareGroups, config: Config, device: torch.device) -> GroupPreparation:
     """Return the preparation that an order describes."""
-    place = PreparedPlace(
+    target = GroupTarget(
         config=with_data_size(config, order.data),
         rank=order.rank,
         world=order.world,
         device=device,
         name_suffix=make_attempt_suffix(order.attempt + 1),
     )
-    return GroupPreparation(place, order.master, order.number)
+    return GroupPreparation(target, order.master, order.number)
 
 
 def _free_memory(keeps_cache: bool) -> None:
