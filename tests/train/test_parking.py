@@ -243,8 +243,11 @@ def parking(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Parking, int]]:
     """A parking in attempt 1, and the end of the pipe to which its orders are written."""
     monkeypatch.setenv("MEGASCALE_ATTEMPT", "1")
     reading_end, writing_end = os.pipe()
-    yield Parking(reading_end), writing_end
+    parking = Parking(reading_end)
+    yield parking, writing_end
     os.close(writing_end)
+    parking._drop_groups("the test has ended")
+    await_condition(lambda: "megascale-groups" not in [thread.name for thread in threading.enumerate()])
 
 
 def list_watch_threads() -> list[str]:

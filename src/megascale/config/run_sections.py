@@ -190,7 +190,7 @@ class RendezvousConfig(Section):
     prepared_groups: bool = Field(
         False,
         description="make the groups with which missing replicas join while the others still train, and abort the old "
-        "ones after the first step; needs resilience.continue_replicas, and memory of each GPU for a second set of "
+        "ones after the second step; needs resilience.continue_replicas, and memory of each GPU for a second set of "
         "communicators",
     )
 

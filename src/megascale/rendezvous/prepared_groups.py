@@ -390,7 +390,7 @@ def warm_backend(backend: Any, spec: GroupSpec, rank: int, *, device: torch.devi
 
 @dataclass(eq=False)
 class EarlierGroups:
-    """Groups of an attempt that ranks have left without an abort, which follows after the next attempt's first step.
+    """Groups of an attempt that ranks have left without an abort, which follows after the next attempt's second step.
 
     Attributes:
         groups: pairs of a name and a process group.

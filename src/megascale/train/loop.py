@@ -171,6 +171,7 @@ class Trainer:
         self._skipped_count = 0  # steps of this process with an infinite or NaN gradient, or without loss weights
         self._consecutive_skip_count = 0
         self._is_stopping = False  # the same on all ranks
+        self._first_step = 0  # of this start
         self._capture_end_step = 0  # graphs are captured before this step, during which no communicators are made
         self._must_warm_groups = False  # true if the next attempt's groups are connected on all ranks; the same on them
         self._is_leaving = False  # true if ranks stop in order to begin a new attempt; the same on all ranks
@@ -528,6 +529,7 @@ class Trainer:
                 source=self.checkpointer.loaded_from,
                 is_standing=self.checkpointer.is_standing,
             )
+            self._first_step = self.step + 1
             self._first_step_start = time.monotonic()
             if self.engine.graphs is not None:
                 self._capture_end_step = self.step + _CAPTURE_STEPS
@@ -571,13 +573,13 @@ class Trainer:
         parking, device = self.parking, self.rank_info.device
         if parking is None or self.groups is None:
             return
-        if parking.earlier_groups is not None and self._first_step_start is None:
+        if parking.earlier_groups is not None and self.step > self._first_step:
             begin = time.monotonic()
             self._await_device()
             parking.abort_earlier_groups()
             log.info("aborted the groups of the attempt before in %.2f s", time.monotonic() - begin)
             self.clock.pause()
-        if self.step >= self._capture_end_step:
+        if self.step >= self._capture_end_step and parking.earlier_groups is None:
             parking.start_preparation(self.config, self.rank_info, self.groups)
         preparation = parking.preparation
         if not self._must_warm_groups or preparation is None or not preparation.is_connected:
