@@ -31,12 +31,12 @@ def estimate_prepared_groups(config: Config, grid: Grid) -> int:
     if grid.world_size <= _CONNECTED_RANKS:
         total += (grid.world_size - 1) * _WORLD_CHANNELS * _SIMPLE_BYTES
     if grid.shards > 1:
-        total += 2 * _count_collective_bytes(config.overlap.max_channels("data"))  # gathers and reductions
+        total += 2 * _count_collective_bytes(config.max_channels("data"))  # gathers and reductions
     for name, axis in AXES.items():
         if axis.has_group and grid.size(name) > 1:
             total += _count_collective_bytes(None)
     if grid.pipeline > 1:
-        channels = config.overlap.max_channels("pipeline") or _DEFAULT_CHANNELS
+        channels = config.max_channels("pipeline") or _DEFAULT_CHANNELS
         total += _P2P_CHANNELS * channels * _SIMPLE_BYTES
     return total
 

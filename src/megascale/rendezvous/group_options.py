@@ -42,9 +42,8 @@ class GroupOptions:
 
 def choose_group_options(config: Config) -> GroupOptions:
     """Return the choices for the groups of a configuration, equal on every rank."""
-    overlap = config.overlap
-    max_channels: dict[str, int | None] = dict.fromkeys(DIRECTIONS, overlap.max_channels("pipeline"))
-    max_channels |= dict.fromkeys(("data_gather", "data_reduce"), overlap.max_channels("data"))
+    max_channels: dict[str, int | None] = dict.fromkeys(DIRECTIONS, config.max_channels("pipeline"))
+    max_channels |= dict.fromkeys(("data_gather", "data_reduce"), config.max_channels("data"))
     warm_calls: Mapping[str, WarmCall] = {}
     if config.parallel.zero:
         warm_calls = {"data_gather": "all_gather", "data_reduce": "reduce_scatter"}
