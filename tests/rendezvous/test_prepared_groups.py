@@ -212,6 +212,34 @@ def test_ranks_train_on_if_a_rank_dies_while_groups_are_prepared(ranks, moment):
             assert observed["failure"] != "the driver withdraws it"
 
 
+def drop_on_one_rank(rank: int, present_world: int, world: int) -> str:
+    """Begin a preparation of which a further rank would be the last. Rank 1 drops it, and the others notice."""
+    if rank >= present_world:
+        preparation = prepare(rank, world, [], store=None)
+        preparation.wait()
+        assert preparation._store is not None
+        preparation._store.set("noticed", "1")
+        return preparation.failure
+    first = start(rank, present_world, [])
+    preparation = prepare(rank, world, [], store=first.root_store)
+    store = dist.PrefixStore("prepared/7", first.root_store)
+    if rank == 1:
+        store.wait(["present/count"])
+        preparation.abandon("its GPU has too little memory")
+    preparation.wait()
+    assert sum_ranks(rank) == 2**present_world - 1
+    store.wait(["noticed"])  # the store ends with rank 0
+    shutdown(first)
+    return preparation.failure
+
+
+def test_all_ranks_drop_groups_that_one_has_dropped(ranks):
+    ranks.start(drop_on_one_rank, range(3), 2, 4)  # rank 3 never comes
+    failures = ranks.results(3)
+    assert failures[1] == "its GPU has too little memory"
+    assert failures[0] == failures[2] == "TrainingError: rank 1: its GPU has too little memory"
+
+
 def drop_at_once(rank: int, world: int) -> dict[str, Any]:
     """Begin a preparation whose last rank never comes, and drop it."""
     first = start(rank, world, [])

@@ -18,6 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,7 @@ log = logging.getLogger(__name__)
 WORLD = "world"  # name of the default group in `GroupPreparation.backends`
 _POLL_SECONDS = 0.2  # longest time until a thread that waits in the store notices that the preparation was abandoned
 _SPARE_BYTES = 1 << 29  # of a GPU, for allocations of a step, in addition to a second set of communicators
+_FAILED_KEY = "failed"  # names a rank that has abandoned the preparation, and its reason
 _ABORT_SECONDS = 30.0  # limit for the abort of communicators
 
 
@@ -208,11 +210,25 @@ class GroupPreparation:
             self.abandon(f"{type(error).__name__}: {summarise_error(error)}")
         finally:
             if self.failure:
+                self._tell_others()
                 self._start_abort()  # also of communicators that were made after the abandonment
 
+    def _tell_others(self) -> None:
+        """Let the other ranks end their preparation too."""
+        if self._store is not None:
+            with suppress(dist.DistError):  # the store may have ended with rank 0
+                self._store.set(_FAILED_KEY, f"rank {self.target.rank}: {self.failure}")
+
     def _check(self) -> None:
+        """Raise Abandoned if this rank has abandoned the preparation."""
         if self.failure:
             raise Abandoned
+
+    def _check_others(self) -> None:
+        """Raise TrainingError if another rank has abandoned the preparation."""
+        assert self._store is not None
+        if self._store.check([_FAILED_KEY]):
+            raise TrainingError(self._store.get(_FAILED_KEY).decode())
 
     def _connect(self) -> None:
         """Meet the other ranks and make the backends of all groups, with NCCL's communicators."""
@@ -225,6 +241,7 @@ class GroupPreparation:
         self._store = dist.PrefixStore(f"prepared/{self.number}", store)
         self._check_memory(grid)
         self._meet("present")
+        log.info("all ranks make the groups of attempt%s", target.name_suffix)
         self._stopwatch.end_phase("meet")
         if target.world > MAX_GLOO_MESH_RANKS:
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
@@ -279,6 +296,7 @@ class GroupPreparation:
             except dist.DistStoreError:
                 if time.monotonic() - begin < _POLL_SECONDS / 2:  # another error than the end of the time
                     raise
+            self._check_others()
 
     def _add_gloo(self, name: str, ranks: Sequence[int], timeout: timedelta) -> None:
         """Make the gloo backend of a group. It connects to the members, which make theirs in the same order."""
@@ -328,7 +346,8 @@ class GroupPreparation:
         if self.is_joining:
             self._await_key("boundary")
         else:
-            self._boundary.wait()
+            while not self._boundary.wait(_POLL_SECONDS):
+                self._check_others()
         self._check()
 
     def _make_first_calls(self) -> None:
