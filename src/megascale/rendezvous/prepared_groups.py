@@ -206,6 +206,8 @@ class GroupPreparation:
             self._ended.set()
         except Abandoned:
             pass
+        except TrainingError as error:
+            self.abandon(str(error))
         except Exception as error:
             self.abandon(f"{type(error).__name__}: {summarise_error(error)}")
         finally:
@@ -214,10 +216,10 @@ class GroupPreparation:
                 self._start_abort()  # also of communicators that were made after the abandonment
 
     def _tell_others(self) -> None:
-        """Let the other ranks end their preparation too."""
+        """Let the other ranks end their preparation too. The first failure counts."""
         if self._store is not None:
             with suppress(dist.DistError):  # the store may have ended with rank 0
-                self._store.set(_FAILED_KEY, f"rank {self.target.rank}: {self.failure}")
+                self._store.compare_set(_FAILED_KEY, "", f"rank {self.target.rank}: {self.failure}")
 
     def _check(self) -> None:
         """Raise Abandoned if this rank has abandoned the preparation."""
