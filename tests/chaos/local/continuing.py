@@ -205,8 +205,9 @@ def compare(file: Path, job: Launched, batch: str) -> tuple[dict[str, Any], list
     subprocess.run(command + ["train", str(file)] + words, check=True, capture_output=True)
     expected = read_losses(calm_run)
     problems = []
-    if sorted(steps) != list(range(1, last + 1)):
-        problems.append("the metrics have not every step once")
+    missing = sorted(set(range(1, last + 1)) - set(steps))
+    if missing:
+        problems.append(f"the metrics lack the steps {missing}; {describe_starts(job)}")
     difference = max(abs(steps[step] - expected[step]) / abs(expected[step]) for step in steps)
     if not difference < LIMIT_OF_DIFFERENCE:
         problems.append(f"a loss differs by {difference:.1e}")
@@ -221,6 +222,16 @@ def compare(file: Path, job: Launched, batch: str) -> tuple[dict[str, Any], list
     if ledger.returncode:
         problems.append(f"the ledger is not exact: {(ledger.stderr or ledger.stdout)[-500:]}")
     return {"steps": last, "loss_difference": difference, "weight_difference": moved}, problems
+
+
+def describe_starts(job: Launched) -> str:
+    """Return the step from which each start went on, with its cause, source and lost steps."""
+    texts = []
+    for event in job.events():
+        record = RecoveryRecord.from_details(event.details)
+        if event.kind == "recovered" and record is not None:
+            texts.append(f"{record.cause} {record.resumed_step} ({record.source}, {record.lost_steps} lost)")
+    return "starts went on after: " + ", ".join(texts)
 
 
 def read_losses(run_folder: Path) -> dict[int, float]:
