@@ -185,10 +185,11 @@ def train(config: Config) -> TrainResult:
 
 def _set_data_size(config: Config, parking: Parking | None) -> Config:
     """Return the configuration with the data-parallel size of the present attempt, which may differ from the first."""
-    if parking is None or not parking.data_size:
+    from megascale.train.parking import with_data_size
+
+    if parking is None:
         return config
-    parallel = config.parallel.model_copy(update={"data": parking.data_size})
-    return config.model_copy(update={"parallel": parallel})
+    return with_data_size(config, parking.data_size)
 
 
 def evaluate(
