@@ -116,7 +116,6 @@ class _GemmCase(NamedTuple):
     """A GEMM that is measured in bfloat16 and in float8.
 
     Attributes:
-        out: result of the bfloat16 GEMM.
         operands: matrices and scales of the float8 GEMM, with one scale per matrix.
         row_wise_operands: the same with one scale per row.
     """
