@@ -49,7 +49,6 @@ class AdapterSpec:
         return self.alpha / self.rank
 
     def is_target(self, tensor: LogicalTensor) -> bool:
-        """Return whether a logical tensor has an adapter."""
         return can_adapt(tensor) and (not self.targets or name_within_layer(tensor) in self.targets)
 
     def make_pair(self, matrix: LogicalTensor) -> tuple[LogicalTensor, LogicalTensor]:
@@ -113,11 +112,7 @@ def list_adapters(model: ModelConfig, spec: AdapterSpec) -> tuple[AdaptedMatrix,
 
 
 def count_adapter_elements(model: ModelConfig, spec: AdapterSpec, layers: ChunkLayers, tensor: int = 1) -> int:
-    """Return the number of elements of a chunk's adapters on one tensor-parallel rank.
-
-    Args:
-        tensor: number of tensor-parallel ranks.
-    """
+    """Return the number of elements of a chunk's adapters on one tensor-parallel rank."""
     return sum(prod(factor.local_shape(tensor)) for factor in _list_chunk_factors(model, spec, layers))
 
 
@@ -130,7 +125,6 @@ def count_adapter_state(
 
     Args:
         optimizer: name of the optimizer.
-        tensor: number of tensor-parallel ranks.
     """
     list_state_names = OPTIMIZERS[optimizer].state_names
     total = 0

@@ -297,7 +297,6 @@ class _CommunicatorEnd:
     """One end of a communicator, with the operations that its stage posts there in a training step, in order.
 
     Attributes:
-        stage: the stage.
         positions: position of each operation in the stage's list.
         is_send: whether each operation is a send.
         message_ids: id of each operation's message (see `_number_messages`).

@@ -123,7 +123,6 @@ def split_layers(
     layers are distributed over its chunks in the same way. Without `explicit`, every chunk gets at least one layer.
 
     Args:
-        layers: number of layers of the model.
         chunks: number of chunks over all stages.
         embedding_cost, logits_cost: work of the embedding (first chunk) and of the logits (last chunk), as a multiple
             of a layer's work.

@@ -35,8 +35,6 @@ class Layout:
     Training, planner and preflight read them here instead of computing them again from the configuration.
 
     Attributes:
-        config: the resolved configuration.
-        grid: sizes of the axes.
         microbatches: micro-batches per data-parallel rank and step. A rank that reads fewer samples fills up with
             micro-batches without loss weight.
         layers: layers of each model chunk, in model order; `chunk_map` has the chunks' stages.

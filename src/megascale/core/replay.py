@@ -71,7 +71,6 @@ class ActionGraph:
     its RECV share one transfer, stored at the SEND's index.
 
     Attributes:
-        schedule: the compiled schedule.
         stage, kind, chunk, microbatch: int arrays [actions].
         partner: index of the action on the other side of a SEND or RECV, else -1.
         predecessors: [actions, 5 + send_channels] indices of the actions whose end an action awaits, -1 where none.
@@ -197,7 +196,6 @@ class Timeline:
     """Start and end of each action.
 
     Attributes:
-        graph: the replayed graph.
         start, end: [actions] or [actions, replicas]. A transfer's SEND and RECV both end with it; each starts when
             its side has posted it.
         transfer_start: as `start`, but for SEND and RECV the time at which both sides were ready and bytes start to
