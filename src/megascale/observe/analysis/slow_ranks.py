@@ -53,14 +53,12 @@ class SlowRank:
     """A rank that is slower than its peers. An excess of 0.05 is 5% above the peers' median.
 
     Attributes:
-        rank: its number.
         excess: median excess over the slow steps; for an irregular rank, the mean over all steps.
         error: standard error of the excess.
         limit: smallest excess that is reported for this rank.
         confidence: 1 minus the expected number of healthy ranks with such an excess.
         state: "persistent" (slow in most of the window and at its end), "passing" (slow for a part of the window) or
             "irregular" (late in single steps).
-        first, last: first and last slow step.
         slow_steps: bool [steps], the slow steps of the window.
         peer_count: number of ranks with which the rank was compared.
     """

@@ -66,7 +66,6 @@ class Straggler:
         cause: a cause from the table in this file's docstring.
         shares: fraction of the excess by category (CATEGORIES); their sum is about 1.
         position: its coordinates as text.
-        host, hostname, device: its location.
         delay_seconds: seconds per step by which the rank delays the job; 0 if another rank delays it more.
         evidence: sentences.
     """

@@ -77,7 +77,6 @@ class TraceGraph:
     """Steps of a job with the same operations.
 
     Attributes:
-        steps: step numbers.
         ranks: global ranks, [stages, replicas, tensor].
         kind, stage, chunk, microbatch, sequence: columns of OperationTrace for each node, [nodes]. `sequence` counts a
             rank's operations of one kind in a step.

@@ -135,7 +135,6 @@ class MetricColumns:
 
     Attributes:
         tail: the reader of the file.
-        rows: number of rows.
         latest: newest value of each key.
     """
 
@@ -185,7 +184,6 @@ class MetricColumns:
 
     @property
     def keys(self) -> list[str]:
-        """Names of the metrics."""
         return [key for key in self._columns if key not in ("step", "time")]
 
     def read_columns(self) -> dict[str, Array]:
