@@ -817,12 +817,10 @@ def add_norm(
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, x_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return `add_norm` with LayerNorm."""
     return add_norm(x, residual, weight, bias, eps, "layernorm", x_bias)
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, x_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return `add_norm` with RMSNorm."""
     return add_norm(x, residual, weight, bias, eps, "rmsnorm", x_bias)

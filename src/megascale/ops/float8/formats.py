@@ -32,7 +32,6 @@ class Format:
     """One float8 format.
 
     Attributes:
-        dtype: the torch dtype.
         largest: its largest finite number.
         clipped: larger magnitudes are counted as clipped. It is half a step above the largest number.
         flushed: magnitudes up to this become zero. It is half the smallest positive number.
