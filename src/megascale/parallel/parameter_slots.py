@@ -44,12 +44,10 @@ class ParameterUnit:
 
     Attributes:
         start, stop: range of elements in the slots' memory.
-        params: the matrices.
         owns_slot: whether the slot holds the matrices, or their gather is in flight.
         is_float8: whether the last gather fetched matrices that GEMMs read in float8 as bytes.
         is_persistent: whether the unit has a slot of its own, in which it stays gathered until the update.
         bucket_memory: memory of each bucket in the slot, by index of the bucket.
-        pending: gathers in flight.
     """
 
     def __init__(
