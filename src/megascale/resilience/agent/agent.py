@@ -62,9 +62,7 @@ class Agent:
     """Agent of a node.
 
     Args:
-        node: name of the node.
         folder: folder of the node with the job description.
-        address: address of the node.
         pod: name of the node's pod or container.
 
     Attributes:

@@ -40,10 +40,8 @@ class Fault:
     """A kind of fault.
 
     Attributes:
-        kind: name of the fault.
         target: a rank, a node or the whole run.
         is_in_trainer: the trainer injects the fault into itself.
-        effect: description of the fault.
         expected_response: reaction that the driver should show.
     """
 

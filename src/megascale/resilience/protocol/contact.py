@@ -20,7 +20,6 @@ class Contact:
     """The addresses of the newest driver.
 
     Attributes:
-        job: name of the job.
         epoch: epoch of the driver (state/journal.py).
         pid: process id of the driver.
         agents: (host, port) where the driver accepts agents.
