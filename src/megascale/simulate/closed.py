@@ -42,7 +42,6 @@ class StepParts:
             at least the exposed transfers of a micro-batch's round trip.
         bubble: idle time while the pipeline fills and drains.
         stragglers: wait for slow hosts.
-        optimizer: the update.
         fixed: preparation of batches and other work of the host.
     """
 
@@ -63,11 +62,9 @@ class StepParts:
 
     @property
     def total(self) -> Any:
-        """Seconds of the step."""
         return sum(getattr(self, f.name) for f in fields(self))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the seconds by part."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 

@@ -43,7 +43,6 @@ class TargetRow:
     """A measured target.
 
     Attributes:
-        name: name of the target.
         result: text with the measured figures.
         target: text with the required figures and their source.
         passed: whether the result meets the target.

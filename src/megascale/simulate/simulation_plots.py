@@ -129,7 +129,6 @@ def plot_sweep(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], path: Pat
     Args:
         rows: rows of simulate/series.py `sweep_rows`: the values of `keys`, label (of the scenario), seconds, p10 and
             p90 (of the step), and mfu as a fraction.
-        keys: varied keys.
     """
     import matplotlib
 

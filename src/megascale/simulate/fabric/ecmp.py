@@ -57,7 +57,6 @@ class Flows:
 
     @classmethod
     def join(cls, *flows: Flows) -> Flows:
-        """Concatenate flows."""
         return cls(
             np.concatenate([item.source for item in flows]),
             np.concatenate([item.target for item in flows]),

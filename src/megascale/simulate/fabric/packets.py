@@ -62,7 +62,6 @@ class PacketResult:
         samples: [n, 3] of the watched link: time in seconds, bytes in the queue, bytes sent so far.
         mean_rtt: mean round trip in seconds.
         wall, cpu: wall-clock and processor seconds of the simulation.
-        settings: settings of the simulation.
     """
 
     finish: Floats

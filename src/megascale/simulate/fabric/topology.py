@@ -229,7 +229,6 @@ def _wire_leaves(spec: FabricSpec, leaves: int, rails: int, up: int) -> tuple[In
     Args:
         leaves: number of leaf switches.
         rails: leaf switches of a set of hosts.
-        up: uplinks of a leaf switch.
 
     Returns:
         The aggregation switch of each uplink, [T, u]; the pod of each leaf switch, [T]; and the number of aggregation

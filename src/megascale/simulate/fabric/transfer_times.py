@@ -72,7 +72,6 @@ class FabricTimes:
     """Slow-downs of a job's transfers on a fabric.
 
     Attributes:
-        topology, placement: the fabric, and the machines of the job.
         queue_pairs: connections over which a pair of ranks spreads its bytes.
         draws: number of draws of the hash seeds; each is one start of the job.
         polarised: whether all switches have the same hash seed.
