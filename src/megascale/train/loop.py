@@ -98,7 +98,6 @@ class _PendingStep:
 
     Attributes:
         record: the step's metrics that are known without reading the device.
-        result: the results on the device.
         first_sample: number of the step's first sample.
         sample_ids: hash of the ids of the step's samples; empty on all ranks but rank 0.
     """
