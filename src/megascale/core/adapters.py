@@ -82,11 +82,6 @@ def name_within_layer(tensor: LogicalTensor) -> str:
     return name.removesuffix(_SUFFIX)
 
 
-def base_name(adapter: str) -> str:
-    """Return the name of the matrix that a factor, such as `layers.3.mlp.in.lora_a`, belongs to."""
-    return adapter.removesuffix(LORA_A).removesuffix(LORA_B) + _SUFFIX
-
-
 def is_adapter(name: str) -> bool:
     """Return whether a logical tensor is a factor of an adapter."""
     return name.endswith((LORA_A, LORA_B))
