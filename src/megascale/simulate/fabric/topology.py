@@ -26,7 +26,6 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 GIGABIT = 1e9 / 8  # bytes
-TIERS = ("NIC", "leaf", "aggregation", "core")
 
 
 @dataclass(frozen=True)
