@@ -186,7 +186,6 @@ class ParameterSlots:
                 buffer.place_shard_params(shard_memory.take(buffer.shard_params.numel(), buffer.shard_params.dtype))
         self.prefetch = prefetch
         self.gather_count = 0
-        self.units_are_chunks = chunk_slots is not None
         self._gathered: list[ParameterUnit] = []
         self._float8: list[Float8Gather] = []
         self.units: list[list[ParameterUnit | None]] = []

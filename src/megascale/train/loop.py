@@ -133,7 +133,6 @@ class Trainer:
         self.step = 0
         self.consumed_samples = 0
         self.trained_tokens = 0
-        self.tokens_per_sample = config.model.sequence_length
         self.peak_flops = config.observe.peak_tflops or device_peak_tflops(find_device_kind(device))
         self._flops: FlopCount | None = None  # per token, under data.document_mask
         self.groups: Groups | None = None
