@@ -491,7 +491,9 @@ def cast_rows(
     x_MN = flatten_rows(x)
     M, N = x_MN.shape
     q_t = scale_t = None
-    if columns and column_amax is None:
+    if not columns:
+        column_amax = None
+    elif column_amax is None:
         column_amax = compute_column_amaxes(x_MN)
     if x.numel() and use_fused("float8 row-wise cast", x):
         q = torch.empty((M, N), dtype=fmt.dtype, device=x.device)
