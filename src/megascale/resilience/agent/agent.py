@@ -45,6 +45,7 @@ from megascale.resilience.protocol.agent_messages import (
     Inject,
     NodeReleased,
     Order,
+    PrepareGroups,
     RunningTrainers,
     Start,
     Stop,
@@ -191,6 +192,8 @@ class Agent:
             reason, errno = self._start_trainers(order)
             if reason:
                 self.link.send_message(do="failed", attempt=order.attempt, reason=truncate(reason), errno=errno)
+        elif isinstance(order, PrepareGroups):
+            self.trainers.prepare_groups(order)
         elif isinstance(order, Diagnose):
             self._order_task = self._start_task(self._send_diagnosis(order), "the self-checks")
         elif isinstance(order, Explain):
