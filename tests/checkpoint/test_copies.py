@@ -59,7 +59,7 @@ def test_pieces_are_joined_byte_by_byte_whatever_their_types_and_strides(cases: 
         tensor = numbered(shape, dtype)
         pieces += [view(tensor, box).mT if turned and len(shape) > 1 else view(tensor, box) for box in boxes]
     with ShardCopier([]) as several:
-        got = several.join_tensors(pieces, HOST)
+        got = several.join(pieces, HOST)[0]
     plain = [piece.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for piece in pieces]
     assert got.tolist() == [byte for piece in plain for byte in piece.tolist()]
 

@@ -200,18 +200,12 @@ class ShardCopier:
         self._previous_round = self._current_round
         self._current_round = []
 
-    def join_tensors(self, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """Concatenate the bytes (uint8) of tensors in host memory into new memory of a device.
-
-        Any thread may call this method. The result is complete on return.
-        """
-        result, _ = self.join(tensors, device)
-        return result
-
     def join(
         self, sources: Sequence[torch.Tensor | FileRange], device: torch.device
     ) -> tuple[torch.Tensor, list[list[CopiedPiece]]]:
-        """Concatenate bytes of host memory and of files as `join_tensors` does.
+        """Concatenate bytes of tensors in host memory and of files into new memory of a device.
+
+        Any thread may call this method. The memory is complete on return.
 
         Returns:
             The bytes, and for each source that is a range of a file its pieces.

@@ -114,7 +114,6 @@ class ChunkSource:
 
     Args:
         name: name of the checkpoint in messages.
-        index: index of the chunks.
         state: saved state besides tensors.
         holders: processes that can read each data file, by name of the file. Default: all processes can.
         has_checksums: whether the index has the checksums of the chunks.
@@ -391,7 +390,6 @@ class _DirectChunk:
     """Chunk whose bytes are copied to one range of a shard's memory, without a step in between.
 
     Attributes:
-        row: row of the chunk in the index.
         target: the elements in the shard's memory.
         copies: copies of the chunk's pieces, in order.
     """

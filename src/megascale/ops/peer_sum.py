@@ -66,7 +66,6 @@ def sum_over_peers(local: Tensor, received: Tensor, rank: int, out: Tensor, accu
         local: this rank's summand [count], contiguous.
         received: summands of the other ranks in the order of ranks [ranks - 1, at least count], with contiguous rows.
             They may have a narrower type. Sums have the type of `local`, and are computed at least in float32.
-        rank: this rank.
         out: [count], contiguous, of the type of `local`; may be `local`.
     """
     ranks = len(received) + 1

@@ -114,8 +114,6 @@ class _Scatter(NamedTuple):
     """A scatter or an all-to-all that has begun.
 
     Attributes:
-        call_number: number of the call.
-        buffer_index: index of the buffer that it uses.
         parts: every rank's buffer [size, *shape of a part]. `parts[r][q]` is the part that rank r sends to rank q.
     """
 
@@ -140,7 +138,6 @@ class _CallState:
     """Progress of a sequence of calls. Every capture has a sequence of its own.
 
     Attributes:
-        call_number: number of the last call.
         gather_count, scatter_count: number of gathers and scatters so far, which chooses the buffer of the next one.
         lent_count: number of pushed results so far, which chooses the slot of the next one.
         nbytes: bytes that the calls move, over all ranks.
@@ -171,11 +168,9 @@ class Exchange:
         rank, size: this rank's index in the group, and the number of ranks, at least two.
         memory: memory of each rank, uint8 [`count_buffer_bytes`].
         shard_bytes: size of the largest shard that will be gathered or scattered.
-        streams: streams of this rank's device.
         owner: an object that must live as long as the exchange, such as the memory's owner.
         on_side_stream: consume every second shard on the side stream, so that two GEMMs fill the device together; may
             be changed between steps.
-        runtime: the rank's runtime.
         kind: axis of the grid whose waits the timers record.
         peer_memory: additional memory of each rank, which peers read without a copy into a buffer, uint8.
         lent_memory: memory of each rank for results that peers push, uint8 [`count_lent_bytes`]; empty: no call pushes.

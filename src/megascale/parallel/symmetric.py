@@ -178,7 +178,6 @@ class CudaStreams:
     Operations call the CUDA driver directly, which costs the host less time than torch's streams and events.
 
     Args:
-        rank: rank in the group.
         flags: address of each rank's flags: one for each peer, then two for each peer for captured calls.
         words: words of this rank that `PeerMax` and `PeerSum` wait for, int64.
     """

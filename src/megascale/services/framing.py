@@ -39,7 +39,6 @@ class FrameHead(NamedTuple):
 
 
 def make_head(message_bytes: int, body_bytes: int = 0, file_count: int = 0) -> bytes:
-    """Return the head of a frame."""
     return HEAD.pack(_MAGIC, PROTOCOL_VERSION, file_count, message_bytes, body_bytes)
 
 
@@ -88,7 +87,6 @@ class Seal:
 
     Args:
         key: key of this connection (`TokenProof.connection_key`).
-        is_server: whether this end is the server.
     """
 
     def __init__(self, key: bytes, *, is_server: bool) -> None:

@@ -103,7 +103,6 @@ class _PendingStep:
 
     Attributes:
         record: the step's metrics that are known without reading the device.
-        result: the results on the device.
         first_sample: number of the step's first sample.
         sample_ids: hash of the ids of the step's samples; empty on all ranks but rank 0.
     """
@@ -139,7 +138,6 @@ class Trainer:
         self.step = 0
         self.consumed_samples = 0
         self.trained_tokens = 0
-        self.tokens_per_sample = config.model.sequence_length
         self.peak_flops = config.observe.peak_tflops or device_peak_tflops(find_device_kind(device))
         self._flops: FlopCount | None = None  # per token, under data.document_mask
         self.groups: Groups | None = None

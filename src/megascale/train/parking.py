@@ -387,9 +387,6 @@ class Parking:
 
         A different error means that leaving the attempt failed. Then write the status "failed" and raise
         TrainingError, which ends the process.
-
-        Args:
-            error: the error that the attempt ended with.
         """
         if error is self.error:
             return

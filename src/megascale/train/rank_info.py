@@ -25,7 +25,6 @@ class RankInfo:
         rank: rank over all hosts.
         world: number of ranks over all hosts.
         local_rank, local_world: rank and number of ranks on this host.
-        device: device that the rank computes on.
     """
 
     rank: int

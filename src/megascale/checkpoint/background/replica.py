@@ -334,9 +334,7 @@ class ReplicaSender:
     """Threads that send a snapshot to its peer while the snapshot is being completed.
 
     Args:
-        staged: description of the snapshot.
         slots: number of slots of the rank.
-        slot: slot of the snapshot.
         progress: number of bytes that are complete.
     """
 

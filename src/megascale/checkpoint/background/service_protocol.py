@@ -37,7 +37,6 @@ class SnapshotMessage(Message, frozen=True):
     Attributes:
         slot: number of the slot among the rank's slots.
         step: step of the saved state.
-        generation: generation of the save.
         identity: identity of the checkpoints folder.
         state: saved state besides tensors, as JSON.
         ranks: number of ranks that save.
@@ -318,7 +317,6 @@ def private_folder(run: pathlib.Path | str, node: str | None = None) -> pathlib.
     """Return this user's folder on this host for the service of one run (see make_private_folder).
 
     Args:
-        run: run folder.
         node: name of the node, if a launcher runs several nodes on one host. Each of them has its own service.
             Default: the node of this process.
     """

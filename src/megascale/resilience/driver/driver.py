@@ -55,11 +55,9 @@ class Driver:
     """The driver of one job: builds its parts, and runs the loop.
 
     Args:
-        run: the run folder.
         config: the resolved configuration; `resilience` and the layout are used.
         cluster: provides the nodes.
         overrides: further settings of the trainers' command line.
-        journal: the journal, which this driver holds.
         state: the state of the job, either a new one or the journal's.
         log_line: called with each line for the terminal: (source, text).
         is_journal_doubtful: the journal may be older than the running trainers, so the driver asks the agents first

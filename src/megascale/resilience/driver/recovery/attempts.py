@@ -271,9 +271,6 @@ class Attempts:
     """Starts and stops the trainers.
 
     Attributes:
-        job: the job of the trainers.
-        nodes: the nodes on which the trainers run.
-        settings: the settings in force.
         record_event: writes an event into the audit log.
         overrides: further settings of the trainers' command line.
         files: the trainers' environment and the configured order of the nodes.
