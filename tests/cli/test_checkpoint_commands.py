@@ -51,6 +51,14 @@ def test_inspect_finds_its_way(run: Path, where: str) -> None:
     assert {t["name"]: t["bytes"] for t in record["tensors"]}["model.embedding.weight"] == 37 * 12 * 4
 
 
+def test_an_empty_table_is_no_difference(run: Path) -> None:
+    tensors = logical_state(30)
+    shards = list(cut(tensors, "flat", 0, 1))
+    config = {"model": {"hidden": 12, "layers": 1, "layer_kinds": {}}, "train": {"steps": 60}}
+    save(run / "checkpoints", 30, shards, {"step": 30, "samples": 240, "config": config}, keep=3)
+    assert "configuration: as in config.toml" in call("inspect", run)
+
+
 def test_inspect_says_what_is_not_whole(run: Path, tmp_path: Path) -> None:
     (run / "checkpoints" / "step-20" / COMMIT).unlink()
     assert "did not finish" in call("inspect", run)
