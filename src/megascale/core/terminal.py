@@ -8,6 +8,9 @@ import os
 import select
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 _FULL_BUFFER_SECONDS = 1.0  # how long a write to a full non-blocking pipe waits for its reader
@@ -115,6 +118,41 @@ def print_error(text: str) -> None:
     """Print a line to stderr, or drop it if stderr cannot be written."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
+
+
+class _TerminationError(KeyboardInterrupt):
+    """SIGTERM or SIGHUP.
+
+    Python ends a process by SIGINT after a KeyboardInterrupt in code that was compiled from text, such as a dataclass,
+    even if the exception was handled. A subclass keeps the exit code.
+    """
+
+
+@contextlib.contextmanager
+def interrupt_on_termination() -> Iterator[None]:
+    """Treat SIGTERM and SIGHUP like Ctrl-C in the context, so that the command removes its temporary files.
+
+    Forked children end as without the context. Commands with handlers of their own, such as `train`, replace these.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    owner = os.getpid()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        raise _TerminationError
+
+    numbers = [number for number in termination_signals() if number != signal.SIGINT]
+    previous_handlers = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous_handlers.items():
+            signal.signal(number, handler)
 
 
 def termination_signals() -> tuple[signal.Signals, ...]:
