@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from typer.testing import CliRunner
 from megascale.cli.main import app
 from megascale.cli.output_console import OutputConsole
 from megascale.config import reference
+from megascale.errors import ConfigError
 from megascale.resilience.driver.state.job_state import JobState
 from megascale.resilience.driver.state.journal import Journal
 
@@ -86,3 +89,19 @@ def test_brackets_of_a_run_folder_are_printed(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["jobs", str(run.parent)])
     assert result.exit_code == 0
     assert "[bold]runs/a" in result.output
+
+
+@pytest.mark.parametrize("arguments", [["examples"], ["monitoring"]])
+def test_files_for_a_full_disk_are_not_left_in_parts(tmp_path: Path, arguments: list[str]) -> None:
+    """The limit of file sizes stands for a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        result = CliRunner().invoke(app, [*arguments, str(tmp_path / "out")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert isinstance(result.exception, ConfigError)
+    assert "cannot be written" in str(result.exception)
+    assert not [*(tmp_path / "out").iterdir()]
