@@ -9,10 +9,11 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 _FULL_BUFFER_SECONDS = 1.0  # how long a write to a full non-blocking pipe waits for its reader
 _STDERR = 2  # file descriptor
 
@@ -118,6 +119,29 @@ def print_error(text: str) -> None:
     """Print a line to stderr, or drop it if stderr cannot be written."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
+
+
+def call_interruptibly(call: Callable[[], T]) -> T:
+    """Return the result of a call of a library that handles no signal until it returns, such as a wait for other ranks.
+
+    The call runs in a thread, and the caller's thread handles signals. After an exception of a signal handler the call
+    continues until the process ends.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:  # raised again in the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="interruptible call", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 class _TerminationError(KeyboardInterrupt):

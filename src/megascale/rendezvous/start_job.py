@@ -25,6 +25,7 @@ from megascale.core.grid import Grid
 from megascale.core.process_orders import ORDERS_VARIABLE
 from megascale.core.schedule_registry import chunk_map_of
 from megascale.core.stopwatch import Stopwatch
+from megascale.core.terminal import call_interruptibly
 from megascale.errors import ConfigError, FitError, MegascaleError, TrainingError
 from megascale.rendezvous.agree import agree, wait_for_readers
 from megascale.rendezvous.group_plan import DIRECTIONS, STATE_KINDS
@@ -100,7 +101,8 @@ def initialise(
         warm_calls = {"data_gather": "all_gather", "data_reduce": "reduce_scatter"}
     if OPTIMIZERS[config.optimizer.name].communicates:
         late_kinds = ()
-    store = _meet_ranks(
+    meet_ranks = partial(
+        _meet_ranks,
         settings,
         config.train.name,
         collect_shared_settings(config),
@@ -109,6 +111,7 @@ def initialise(
         stopwatch=stopwatch,
         check=check,
     )
+    store = call_interruptibly(meet_ranks)
     try:
         grid = Grid.from_config(config.parallel, world)
         earlier_sockets = list_sockets()
