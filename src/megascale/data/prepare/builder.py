@@ -299,8 +299,8 @@ def _lock_parts_folder(out: Path, plan: _BuildPlan) -> Iterator[Path]:
             raise DataError(
                 f"another process is building in {out}; wait for it, end it, or choose another --out"
             ) from None
-        _remove_stale(out, parts_folder, plan)
         try:
+            _remove_stale(out, parts_folder, plan)
             yield parts_folder
         except BaseException as error:
             if not any(read_finished(parts_folder, piece.number) for piece in plan.pieces):
