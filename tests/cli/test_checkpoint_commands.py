@@ -17,6 +17,7 @@ from megascale.checkpoint.format.step_folders import COMMIT, find_steps, read_co
 from megascale.cli.main import app
 from megascale.errors import ConfigError, DataError
 from tests.checkpoint.conftest import assert_same, blank, cut, full_shards, logical_state
+from tests.forked import Forked
 
 
 @pytest.fixture
@@ -182,3 +183,12 @@ def test_reshard_changes_files_not_tensors(run: Path, tmp_path: Path) -> None:
     got = blank(logical_state())
     load("memory://copy", full_shards(got))
     assert_same(got, logical_state(10))
+
+
+def test_a_fallback_to_an_earlier_checkpoint_is_reported_once(tmp_path: Path) -> None:
+    """A warning for callers of the Python interface would repeat the line, with a line of the source."""
+    before = "from megascale.cli import main; from megascale.checkpoint import loader; "
+    before += "main._make_app = lambda: lambda: loader.warn('went back to step 3')"
+    process = Forked(["checkpoint", "inspect", tmp_path], before=before)
+    assert process.communicate(timeout=60)[0].splitlines() == ["went back to step 3"]
+    assert process.returncode == 0

@@ -6,6 +6,7 @@ import errno
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
@@ -222,6 +223,7 @@ def run_app(make_app: Callable[[], typer.Typer]) -> None:
     """Make an app and run it. Errors of the package print a message and exit with their exit code."""
     try:
         hide_secrets()
+        warnings.filterwarnings("ignore", module=r"megascale\.")  # the log has them, without lines of the source
         with terminal.interrupt_on_termination():
             try:
                 make_app()()
