@@ -55,13 +55,14 @@ def _train_interruptibly(library_tokenizer: Any, texts: Iterable[str], trainer: 
             errors.append(error)
 
     thread = threading.Thread(target=train, name="tokenizer training", daemon=True)
-    thread.start()
     try:
+        thread.start()
         while thread.is_alive():
             thread.join(_JOIN_SECONDS)
     finally:
-        is_stopped.set()
-        thread.join(_JOIN_SECONDS)
+        is_stopped.set()  # also if a signal comes while the thread starts
+        if thread.ident is not None:
+            thread.join(_JOIN_SECONDS)
     if errors:
         raise errors[0]
 
