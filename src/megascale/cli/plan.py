@@ -22,6 +22,7 @@ from megascale.cli.common import (
     make_scenario,
     print_choice,
     print_json,
+    print_marked,
     write_text,
 )
 from megascale.errors import ConfigError, FitError
@@ -199,7 +200,7 @@ def _print_plan(cost: LayoutCost, console: Console) -> None:
     _print_schedule(cost, console)
     _print_traffic(cost, console)
     for note in cost.notes():
-        console.print(f"[yellow]note[/yellow]: {note}", soft_wrap=True)
+        print_marked(console, "note:", "yellow", note)
 
 
 def _print_layout(cost: LayoutCost, console: Console) -> None:

@@ -24,6 +24,7 @@ from megascale.core.grid import Grid
 from megascale.core.process_orders import ORDERS_VARIABLE
 from megascale.core.schedule_registry import chunk_map_of
 from megascale.core.stopwatch import Stopwatch
+from megascale.core.terminal import call_interruptibly
 from megascale.errors import ConfigError, FitError, MegascaleError, TrainingError
 from megascale.rendezvous.agree import agree, wait_for_readers
 from megascale.rendezvous.group_options import (
@@ -102,7 +103,8 @@ def initialise(
     settings = config.rendezvous
     if preparation is not None and not _is_usable(preparation, config, rank, world, device=device, suffix=name_suffix):
         preparation.abandon("the next attempt has other ranks, or not all groups were complete")
-    store = _meet_ranks(
+    meet_ranks = partial(
+        _meet_ranks,
         settings,
         config.train.name,
         collect_shared_settings(config),
@@ -113,6 +115,7 @@ def initialise(
         is_prepared=preparation is not None and preparation.is_warm,
     )
     options = choose_group_options(config)
+    store = call_interruptibly(meet_ranks)
     try:
         preparation = _agree_on_preparation(store, preparation, config, world)
         grid = Grid.from_config(config.parallel, world)

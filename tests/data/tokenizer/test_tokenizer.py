@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +23,7 @@ from megascale.data.dataset.indexed import IndexedDataset
 from megascale.data.prepare.builder import build
 from megascale.data.tokenizer import base
 from megascale.data.tokenizer.base import END_OF_DOCUMENT
+from megascale.data.tokenizer.huggingface_file import _train_interruptibly
 from megascale.data.tokenizer.tokenizer import find_tokenizer_path, load_run_tokenizer, load_tokenizer, train_tokenizer
 from megascale.errors import ConfigError, DataError
 
@@ -316,3 +322,37 @@ def test_a_pointer_in_the_position_of_a_tokenizer_is_named(tmp_path: Path) -> No
     (tmp_path / "tokenizer.json").write_bytes(LFS_POINTER + b"v1\noid sha256:0\nsize 9\n")
     with pytest.raises(DataError, match=r"pointer of Git LFS.*git lfs pull"):
         load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_an_interruption_ends_the_training_of_a_tokenizer() -> None:
+    """A real library call holds the caller for minutes; this one ends only if its texts do."""
+    begun, refused = threading.Event(), threading.Event()
+
+    class Library:
+        def train_from_iterator(self, texts: Iterator[str], trainer: object) -> None:
+            next(texts)
+            begun.set()
+            os.kill(os.getpid(), signal.SIGINT)
+            try:
+                for _ in texts:
+                    pass
+            except Exception:
+                refused.set()
+
+    previous_handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process ignores SIGINT
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _train_interruptibly(Library(), itertools.repeat("text"), None)
+    finally:
+        signal.signal(signal.SIGINT, previous_handler)
+    assert begun.is_set()
+    assert refused.wait(60)
+
+
+def test_an_error_in_the_training_text_is_raised() -> None:
+    def read_texts() -> Iterator[str]:
+        yield "text"
+        raise DataError("a file is damaged")
+
+    with pytest.raises(DataError, match="a file is damaged"):
+        train_tokenizer(read_texts(), 300)

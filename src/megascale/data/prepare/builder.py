@@ -8,7 +8,6 @@ interruptions change the result.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -34,7 +33,14 @@ from megascale.data.dataset.manifest import MANIFEST, DataSetPart, Manifest, mea
 from megascale.data.dataset.sources import InputPiece
 from megascale.data.dataset.tokenizer_agreement import has_other_tokenizer
 from megascale.data.prepare import stdlib, worker_pool
-from megascale.data.prepare.encode_worker import SPLITS, EncodeJob, get_part_prefix, read_finished
+from megascale.data.prepare.encode_worker import (
+    SPLITS,
+    EncodeJob,
+    describe_write_error,
+    get_part_prefix,
+    is_disk_full,
+    read_finished,
+)
 from megascale.data.prepare.split import MIN_DOCUMENTS, Split, hash_text
 from megascale.data.tokenizer.base import Tokenizer, check_representation
 from megascale.data.tokenizer.huggingface_file import CONFIG, read_configured_end
@@ -289,25 +295,26 @@ def _lock_parts_folder(out: Path, plan: _BuildPlan) -> Iterator[Path]:
     The folder is removed at the end of the context. After a failure, finished pieces stay for the next build.
     """
     parts_folder = out / PARTS
-    parts_folder.mkdir(parents=True, exist_ok=True)
-    with open(out / f"{PARTS}.lock", "w") as lock:
+    try:
+        parts_folder.mkdir(parents=True, exist_ok=True)
+        lock_file = open(out / f"{PARTS}.lock", "w")  # noqa: SIM115 - closed by the next statement
+    except OSError as error:
+        raise DataError(describe_write_error(out, error)) from None
+    with lock_file as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise DataError(
                 f"another process is building in {out}; wait for it, end it, or choose another --out"
             ) from None
-        _remove_stale(out, parts_folder, plan)
         try:
+            _remove_stale(out, parts_folder, plan)
             yield parts_folder
         except BaseException as error:
             if not any(read_finished(parts_folder, piece.number) for piece in plan.pieces):
                 _remove_parts(out)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise DataError(
-                    f"the disk that holds {out} is full; free some space and run the same command again, which "
-                    "continues with the missing pieces"
-                ) from None
+            if isinstance(error, OSError) and is_disk_full(error):
+                raise DataError(describe_write_error(out, error)) from None
             raise
         _remove_parts(out)
 

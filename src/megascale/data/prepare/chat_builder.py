@@ -20,7 +20,7 @@ from megascale.data.dataset.indexed import IndexedWriter, choose_token_dtype, ge
 from megascale.data.dataset.manifest import DataSetPart, Manifest
 from megascale.data.prepare.builder import TOKENIZER_CHARACTERS, describe_tokenizer, find_result
 from megascale.data.prepare.conversations import EncodedConversation, encode_lines, parse_conversation, read_lines
-from megascale.data.prepare.encode_worker import SPLITS
+from megascale.data.prepare.encode_worker import SPLITS, describe_write_error, is_disk_full
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.chat_template import (
     CHATML,
@@ -169,15 +169,19 @@ def build_chat(
         template_notes = check_special_tokens(chat_template, tokenizer_folder, used_tokenizer)
     try:
         result = _encode(out, paths, used_tokenizer, chat_template, threshold, max_tokens)
+        _save_tokenizer(out, used_tokenizer, tokenizer_folder, chat_template)
+        notes = [*template_notes, *_list_notes(result.statistics)]
+        result.manifest = _make_manifest(out, paths, recipe, used_tokenizer, result.statistics, notes=notes)
+        result.manifest.save(out)
     except DataError:
         # The folder is removed only if it is empty: rmdir fails if it holds other files.
         with suppress(OSError):
             out.rmdir()
         raise
-    _save_tokenizer(out, used_tokenizer, tokenizer_folder, chat_template)
-    notes = [*template_notes, *_list_notes(result.statistics)]
-    result.manifest = _make_manifest(out, paths, recipe, used_tokenizer, result.statistics, notes=notes)
-    result.manifest.save(out)
+    except OSError as error:
+        if is_disk_full(error):
+            raise DataError(describe_write_error(out, error)) from None
+        raise
     return result
 
 
@@ -249,7 +253,10 @@ def _encode(
     statistics = {split: SplitStatistics() for split in SPLITS}
     sample: list[TextRun] = []
     dtype = choose_token_dtype(tokenizer.vocab_size)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(describe_write_error(out, error)) from None
     with ExitStack() as stack:
         writers = {split: stack.enter_context(_WeightedWriter(out / split, dtype)) for split in SPLITS}
         for line, conversation, encoded in encode_lines(read_lines(files), tokenizer, template):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -23,10 +24,48 @@ CONFIG = "tokenizer_config.json"
 # Normalisation steps that drop only white space. Any other step is assumed to drop other characters too.
 _LOSSLESS_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "Strip", "ByteLevel", "Precompiled"}
 _PREVIOUS_TEXT = "\n"  # text after which a continuation is encoded
+_JOIN_SECONDS = 0.2  # longest time until a thread's caller handles a signal
 
 
 class NotATokenizerError(ValueError):
     """The contents of a file are not a tokenizer.json."""
+
+
+class _TrainingStoppedError(Exception):
+    """The training of a tokenizer is interrupted."""
+
+
+def _train_interruptibly(library_tokenizer: Any, texts: Iterable[str], trainer: Any) -> None:
+    """Train a tokenizer in a thread, since the library handles no signal until it returns.
+
+    After KeyboardInterrupt the thread receives no more text. It may compute until the process ends.
+    """
+    is_stopped = threading.Event()
+    errors: list[BaseException] = []
+
+    def read_texts() -> Iterator[str]:
+        for text in texts:
+            if is_stopped.is_set():
+                raise _TrainingStoppedError
+            yield text
+
+    def train() -> None:
+        try:
+            library_tokenizer.train_from_iterator(read_texts(), trainer)
+        except BaseException as error:  # raised again in the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=train, name="tokenizer training", daemon=True)
+    try:
+        thread.start()
+        while thread.is_alive():
+            thread.join(_JOIN_SECONDS)
+    finally:
+        is_stopped.set()  # also if a signal comes while the thread starts
+        if thread.ident is not None:
+            thread.join(_JOIN_SECONDS)
+    if errors:
+        raise errors[0]
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -133,7 +172,7 @@ class HuggingFaceTokenizer(Tokenizer):
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size, special_tokens=special_tokens, initial_alphabet=alphabet, show_progress=False
         )
-        library_tokenizer.train_from_iterator(texts, trainer)
+        _train_interruptibly(library_tokenizer, texts, trainer)
         return cls(library_tokenizer)
 
     def encode_continuation(self, text: str) -> list[int]:

@@ -45,13 +45,24 @@ def write_contact(run: Path, contact: Contact) -> None:
 
 def read_contact(run: Path) -> Contact:
     """Read the contact file. Raises DataError if it is missing or damaged."""
+    file = driver_folder(run) / "contact.json"
     try:
-        record = json.loads(read_small_text(driver_folder(run) / "contact.json"))
+        record = json.loads(read_small_text(file))
         record["agents"] = tuple(record["agents"])
         return Contact(**record)
-    except (OSError, ValueError, TypeError, KeyError):
+    except (FileNotFoundError, NotADirectoryError):
         raise DataError(
             f"{run} has no driver/contact.json: no driver was started there with `megascale launch`"
+        ) from None
+    except PermissionError:
+        raise DataError(
+            f"{file} cannot be read: it belongs to the user of the job; run the command as that user, or request an "
+            "access file (`megascale access`)"
+        ) from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(
+            f"{file} is damaged ({error}), so the driver's address is unknown; end the driver and start it again with "
+            "`megascale launch`, which writes the file"
         ) from None
 
 
