@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from megascale.core.grid import Grid
 from megascale.core.layout import lay_out
 from megascale.core.process_orders import (
     DYING_VARIABLE,
+    EARLY_VARIABLE,
     PREPARED_VARIABLE,
     Park,
     PrepareGroups,
@@ -374,6 +376,22 @@ def test_the_first_step_of_an_engine_that_stays_uses_the_cached_memory(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     parking_module._free_memory(keeps_cache=keeps_cache)
     assert calls == ["emptied"] * is_emptied
+
+
+def test_a_process_that_waited_describes_its_preparation_and_the_way_to_the_other_ranks(
+    monkeypatch: pytest.MonkeyPatch, parking
+) -> None:
+    parked, writing_end = parking
+    assert parked.describe_joining() == ""
+    monkeypatch.setenv(EARLY_VARIABLE, "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    os.write(writing_end, encode_order(Resume({"MEGASCALE_ATTEMPT": "2"})))
+    parked.wait_if_early(config.load(None, ["--train.device=cpu", "--model.vocab_size=32"]))
+    parked.watch_start()
+    text = parked.describe_joining()
+    assert re.match(r"met the other ranks \d+\.\d\d s after the order \(order read \S+, start \S+\); ", text)
+    assert text.endswith("of the warm-up: no GPU")
+    assert parked.describe_joining() == ""
 
 
 @pytest.fixture

@@ -127,8 +127,9 @@ def _choose_missing_settings(config: Config, gpus: int, device: str, memory_gib:
 
     Raises FitError if no layout fits, naming a number of GPUs for which a layout fits.
     """
+    from megascale.core.inventory import has_experts
     from megascale.simulate.cluster import set_value
-    from megascale.simulate.defaults import assume_vocabulary, choose_batch, choose_layout, has_experts, has_layout
+    from megascale.simulate.defaults import assume_vocabulary, choose_batch, choose_layout, has_layout
 
     config_with_vocabulary = assume_vocabulary(config)
     if has_layout(config_with_vocabulary):

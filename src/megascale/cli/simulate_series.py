@@ -132,7 +132,7 @@ def sweep(
     scenarios = [base]
     if against != "none":
         scenarios.insert(0, make_baseline(base, against or "megatron-2023", calibration))
-    rows, skipped = sweep_rows(base, axes, scenarios=scenarios, level=parse_level(level), check_memory=memory)
+    rows, skipped = sweep_rows(axes, scenarios=scenarios, level=parse_level(level), check_memory=memory)
     keys = [key for key, _ in axes]
     if as_json:
         print_json({"rows": rows, "left_out": skipped}, indent=2)

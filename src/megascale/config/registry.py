@@ -54,7 +54,6 @@ class Registry(dict[str, T]):
 
     Args:
         key: the setting, section.key, for error messages.
-        entries: built-in entries.
         home: package with modules that register the entry of their own name when they are imported; "" for none.
 
     Attributes:

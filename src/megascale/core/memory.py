@@ -416,7 +416,6 @@ def _gradient_bytes(
     master_itemsize: int,
     reduces_by_copies: bool,
 ) -> int:
-    """Return the bytes of gradient buffers of a stage."""
     parameters = count_stage_parameters(model, parallel, stage)
     if grid.shards == 1:
         return master_itemsize * parameters

@@ -237,7 +237,6 @@ class _HostNeeds:
 
     @property
     def total(self) -> int:
-        """Sum of all needs."""
         return self.process_bytes + self.tensor_bytes + self.copy_bytes + self.input_bytes
 
     def describe(self, ranks: str, tensors: str) -> str:

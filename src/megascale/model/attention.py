@@ -263,7 +263,6 @@ class GatedAttention(CausalAttention):
 
 
 def make_attention(setup: LayerSetup) -> CausalAttention:
-    """Return the attention of a layer."""
     if setup.layer.mixer.has_gate:
         return GatedAttention(setup)
     return CausalAttention(setup)

@@ -111,17 +111,12 @@ def sort_tokens(tokens_T: Tensor) -> SortedTokens:
     return SortedTokens(tokens, positions, start, stop)
 
 
-def add_rows(main_VH: Tensor, tokens_T: Tensor, dy_TH: Tensor) -> None:
-    """Compute main[token] += dy[position] for the token at each position. Tokens outside main's rows are skipped.
+def add_sorted_rows(main_VH: Tensor, sorted_tokens: SortedTokens, dy_TH: Tensor, first_row: int = 0) -> None:
+    """Compute main[token - first_row] += dy[position] for the token at each position. Skip tokens outside of main.
 
     Args:
-        main_VH: float32 gradient of the embedding.
+        main_VH: float32 gradient of the embedding's rows from `first_row` on.
     """
-    add_sorted_rows(main_VH, sort_tokens(tokens_T), dy_TH)
-
-
-def add_sorted_rows(main_VH: Tensor, sorted_tokens: SortedTokens, dy_TH: Tensor, first_row: int = 0) -> None:
-    """Compute `add_rows` for rows of the embedding from `first_row` on, which `main_VH` holds."""
     vocabulary, columns = main_VH.shape
     tokens, positions, start, stop = sorted_tokens
     if first_row:
@@ -157,7 +152,7 @@ def embedding_reference(tokens: Tensor, weight: Tensor, is_local: Tensor | None 
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, is_local: Tensor | None) -> Tensor:
-        # `add_rows` skips negative tokens.
+        # `add_sorted_rows` skips negative tokens.
         local_tokens = tokens
         if is_local is not None:
             local_tokens = torch.where(is_local, tokens, -1)

@@ -42,8 +42,6 @@ class Extent:
 
     Attributes:
         start, stop: range of elements within the shard.
-        spec: spec of the parameter.
-        piece: the piece of a logical tensor.
         piece_start: index of the range's first element within the piece's box.
     """
 
@@ -96,7 +94,6 @@ class ParamAndGradBuffer:
 
     Args:
         module: a chunk on the meta device. The constructor allocates its trained parameters.
-        device: device of the buffers.
         axes: the axes that the buffers communicate over.
         zero: ZeRO stage. 0 keeps all optimizer state on every rank, 1 shards the optimizer state, 2 also shards
             accumulated gradients, 3 also shards the matrices of units, which `ParameterSlots` allocates.
@@ -108,7 +105,6 @@ class ParamAndGradBuffer:
 
     Attributes:
         names: names of the logical tensors in the chunk.
-        grad_dtype: type of the gradients.
         sinks: sink of each parameter's gradient, which operators write (ops/gradient_sink.py).
         resident_start: first element of the layout that belongs to a resident parameter.
         params: parameters; with ZeRO-3 resident parameters only.
@@ -274,7 +270,6 @@ class ParamAndGradBuffer:
         return unit_buckets
 
     def initialise_resident(self, seed: int) -> None:
-        """Initialise the resident parameters."""
         for i in self.resident_params:
             initialise_parameter(self.parameters[i], seed)
 

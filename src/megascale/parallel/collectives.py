@@ -42,7 +42,6 @@ class Axis:
         exchange: copies between the GPUs of one host (parallel/exchange.py); None: collectives only.
         name: name of the group in the record of calls (core/calls.py); calls of "" are not recorded.
         kind: the axis of the grid, for timers.
-        runtime: the rank's runtime.
     """
 
     group: Any = None
@@ -70,10 +69,8 @@ class Pending:
     """The result of an asynchronous collective, which `wait()` returns.
 
     Args:
-        tensor: the result.
         work: handle of torch whose `wait` makes the current stream wait (on a CPU the caller); None if there is nothing
             to wait for.
-        transfer: record of the collective.
         finish: called once after the wait; it may return another tensor as the result.
     """
 

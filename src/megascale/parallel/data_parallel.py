@@ -46,11 +46,9 @@ class _ChunkState:
     A contribution is an addition to a parameter's gradient.
 
     Attributes:
-        chunk: index of the chunk.
         recorded_counts: number of contributions to each parameter by a backward of each kind, recorded in the first
             backward of the kind.
         counts: number of contributions to each parameter in the present backward so far.
-        backward_kind: kind of the present backward.
         expected_counts: by kind of backward, the number of parameters of each bucket that get a gradient. A parameter
             gets none if another chunk's copy is in use.
         incomplete_counts: number of parameters of each bucket whose gradient is not complete in the present backward.
@@ -60,7 +58,6 @@ class _ChunkState:
         armed_count: number of backwards of this step that were armed.
         reduces_resident: whether the present backward completes the gradients of resident parameters: the one of the
             step's last micro-batch, if the number of micro-batches is known.
-        pending_reductions, pending_gathers: communication in flight by bucket.
     """
 
     def __init__(self, chunk: int, buffer: ParamAndGradBuffer, float8: bool) -> None:

@@ -112,7 +112,6 @@ class Engine:
     Args:
         layout: the configuration laid out over the world.
         groups: this rank's communicators; None for a world of one.
-        device: device that the rank computes on.
         earlier_choices: attention kernels that earlier starts of the run chose (train/attention_choice.py). Those
             passed on rank 0 count. With earlier choices or groups, all ranks agree on kernels now. Otherwise each
             kernel is chosen when it is first needed.
@@ -760,7 +759,6 @@ class Engine:
         Args:
             read_batch: returns one of this rank's micro-batches; called only where its fields are needed.
             step: number of this optimizer step, from 1; dropout masks depend on it.
-            learning_rate: learning rate of this step.
             stop_request: above 0 if this rank wants to stop; summed over all ranks.
             before_update: called once gradients exist and the state is about to change.
             has_next_step: begin the next step's first gather during the update. If no step follows after all, call

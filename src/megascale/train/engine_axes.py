@@ -67,7 +67,6 @@ def make_axis(runtime: Runtime, groups: Groups | None, kind: str) -> Axis:
 
 
 def make_world(runtime: Runtime, groups: Groups | None) -> Axis:
-    """Return the axis of all ranks."""
     if groups is None or groups.grid.world_size == 1:
         return Axis(runtime=runtime)
     size = groups.grid.world_size

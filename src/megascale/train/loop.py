@@ -51,7 +51,7 @@ from megascale.train.host_pauses import GarbageCollector, HostPauses
 from megascale.train.injected_faults import FaultInjector
 from megascale.train.parking import LeaveAttempt, Parking, RetainedState
 from megascale.train.predecessors import await_predecessors
-from megascale.train.rank_info import RankInfo, find_device_kind, memory_gib
+from megascale.train.rank_info import RankInfo, count_device_allocations, find_device_kind, memory_gib
 from megascale.train.rank_timers import RankTimers, StepClock
 from megascale.train.replay_check import ReplayCheck, ReplayEvidence
 from megascale.train.replay_conditions import find_reason_against_replays
@@ -103,7 +103,6 @@ class _PendingStep:
 
     Attributes:
         record: the step's metrics that are known without reading the device.
-        result: the results on the device.
         first_sample: number of the step's first sample.
         sample_ids: hash of the ids of the step's samples; empty on all ranks but rank 0.
     """
@@ -139,7 +138,6 @@ class Trainer:
         self.step = 0
         self.consumed_samples = 0
         self.trained_tokens = 0
-        self.tokens_per_sample = config.model.sequence_length
         self.peak_flops = config.observe.peak_tflops or device_peak_tflops(find_device_kind(device))
         self._flops: FlopCount | None = None  # per token, under data.document_mask
         self.groups: Groups | None = None
@@ -178,6 +176,7 @@ class Trainer:
         self._has_reported_active = False
         self._first_step_start: float | None = None  # `time.monotonic()`; None once its results were read
         self._first_step_queued = 0.0  # seconds from its start until the host had queued it
+        self._first_step_allocations = 0  # of device memory in this process, before the first step
         self._has_reported_graphs = False
         self._loss: float | None = None
 
@@ -228,6 +227,9 @@ class Trainer:
         self._stopwatch = Stopwatch()
         self.folder.attempt = self.attempt
         start_rank_log(self.rank_info, self.attempt)
+        joining = "" if self.parking is None else self.parking.describe_joining()
+        if joining:
+            log.info("process %d %s", os.getpid(), joining)
         self.ending.owns_folder = True
 
     def _meet_ranks(self, resources: contextlib.ExitStack, refusal: MegascaleError | None) -> MegascaleError | None:
@@ -531,6 +533,7 @@ class Trainer:
             )
             self._first_step = self.step + 1
             self._first_step_start = time.monotonic()
+            self._first_step_allocations = count_device_allocations(self.rank_info.device)
             if self.engine.graphs is not None:
                 self._capture_end_step = self.step + _CAPTURE_STEPS
             while self.step < last_step and not self._is_stopping:
@@ -1007,7 +1010,13 @@ class Trainer:
             self.parking.note_step()
         if self._first_step_start is not None:
             seconds = time.monotonic() - self._first_step_start
-            log.info("first step complete after %.2f s, queued after %.2f s", seconds, self._first_step_queued)
+            allocations = count_device_allocations(self.rank_info.device) - self._first_step_allocations
+            log.info(
+                "first step complete after %.2f s, queued after %.2f s, %d allocations of device memory",
+                seconds,
+                self._first_step_queued,
+                allocations,
+            )
             self._first_step_start = None
         self._write_read_samples(step, pending, read_checksum)
         self._count_step(step, pending.first_sample + self.config.train.global_batch, record["tokens"])

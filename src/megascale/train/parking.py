@@ -104,6 +104,7 @@ class Parking:
         left_ns: time (`time.time_ns`) at which this rank had completed the step after which it was ordered to leave the
             attempt before the present one; otherwise 0.
         leaving: measures the parts of leaving an attempt; None before the process decides to stay.
+        warm_up_parts: seconds of the preparation of a process that waited for its first attempt, as text; "" otherwise.
         preparation: groups of the next attempt, which a thread makes while ranks train; None without an order.
         keeps_groups: whether this rank leaves the present attempt's groups without an abort.
         earlier_groups: groups of the attempt before the present one, which are not aborted yet; otherwise None.
@@ -120,6 +121,8 @@ class Parking:
         self.error: BaseException | None = None
         self.left_ns = 0
         self.leaving: Stopwatch | None = None
+        self.warm_up_parts = ""
+        self._joining: Stopwatch | None = None  # from the order to begin the present attempt; None before an order
         self.preparation: GroupPreparation | None = None
         self.keeps_groups = False
         self.earlier_groups: EarlierGroups | None = None
@@ -145,6 +148,7 @@ class Parking:
                 self.must_leave_now = False
                 self.must_leave_after_step = False
                 self._order_time = 0.0
+                self._joining = Stopwatch()
                 self._resumes.put(order)
             elif isinstance(order, PrepareGroups):
                 self._note_groups_order(order)
@@ -223,6 +227,7 @@ class Parking:
 
     def watch_start(self) -> None:
         """Let an order to leave at once end the start that begins now. Raises LeaveAttempt if it has come already."""
+        self._end_joining_phase("start")
         with self._lock:
             self._start_sockets = list_sockets()
         self.check()
@@ -238,6 +243,7 @@ class Parking:
 
     def watch_groups(self, groups: Groups) -> None:
         """Let an order to leave at once abort these groups. Raises LeaveAttempt if the order has come already."""
+        self._end_joining_phase("groups")
         with self._lock:
             self._start_sockets = None
             self._groups = groups
@@ -344,6 +350,27 @@ class Parking:
         if self.leaving is not None:
             self.leaving.end_phase(phase)
 
+    def _end_joining_phase(self, phase: str) -> None:
+        """Measure a part of joining the attempt, which ends now. No effect without an order to begin it."""
+        if self._joining is not None:
+            self._joining.end_phase(phase)
+
+    def describe_joining(self) -> str:
+        """Return the seconds from the order to begin the present attempt until the groups, as text; "" without one.
+
+        The part "order read" contains the rest of a preparation that was not complete, "start" what this process does
+        before it looks for the other ranks, and "groups" the wait for them.
+        """
+        if self._joining is None:
+            return ""
+        total = sum(self._joining.timings.values())
+        text = f"met the other ranks {total:.2f} s after the order ({self._joining.describe()})"
+        if self.warm_up_parts:
+            text += f"; {self.warm_up_parts}"
+        self._joining = None
+        self.warm_up_parts = ""
+        return text
+
     def _describe_leaving(self) -> str:
         """Return the seconds of leaving the attempt and of its parts, as text."""
         seconds = time.monotonic() - self._failure_time
@@ -360,9 +387,6 @@ class Parking:
 
         A different error means that leaving the attempt failed. Then write the status "failed" and raise
         TrainingError, which ends the process.
-
-        Args:
-            error: the error that the attempt ended with.
         """
         if error is self.error:
             return
@@ -393,8 +417,10 @@ class Parking:
         """
         os.environ.pop(PREPARED_VARIABLE)
         await_predecessors(lambda: None)  # warm-up and staging memory need memory that killed processes still have
-        warm_up(config, rank_info.local_rank, use_gpu=rank_info.device.type == "cuda")
+        stopwatch = Stopwatch()
+        parts = warm_up(config, rank_info.local_rank, use_gpu=rank_info.device.type == "cuda")
         exclude_imports()
+        stopwatch.end_phase("warm-up")
         folder = RunFolder(config.run_folder)
         folder.create()
         necessary_bytes, sufficient_bytes = estimate_slot_sizes(config, rank_info.world)
@@ -408,6 +434,7 @@ class Parking:
         )
         if slots:
             self.retained = RetainedState(slots)
+        stopwatch.end_phase("staging memory")
         status = StatusFile(folder.status, rank_info.rank, waiting_node=os.environ["MEGASCALE_NODE"])
         self._awaits_first_attempt = True
         status.update(PARKED, 0)
@@ -419,6 +446,8 @@ class Parking:
             order = self._resumes.get()
         self._awaits_first_attempt = False
         status.close()
+        stopwatch.end_phase("wait")
+        self.warm_up_parts = f"prepared on a waiting node: {stopwatch.describe()}; of the warm-up: {parts}"
         self._begin_attempt(order, folder, rank_info.rank)
         status.path.unlink(missing_ok=True)
 
@@ -489,17 +518,14 @@ class Parking:
         """
         if not os.environ.pop(EARLY_VARIABLE, ""):
             return
-        start_time = time.monotonic()
-        warm_up(config, int(os.environ["LOCAL_RANK"]), use_gpu=config.train.device != "cpu")
+        stopwatch = Stopwatch()
+        parts = warm_up(config, int(os.environ["LOCAL_RANK"]), use_gpu=config.train.device != "cpu")
         exclude_imports()
-        ready_time = time.monotonic()
-        self._set_environment(self._await_resume())
-        log.info(
-            "process %d was ready in %.2f s and waited %.2f s",
-            os.getpid(),
-            ready_time - start_time,
-            time.monotonic() - ready_time,
-        )
+        stopwatch.end_phase("warm-up")
+        resume = self._await_resume()
+        stopwatch.end_phase("wait")
+        self.warm_up_parts = f"prepared before its attempt: {stopwatch.describe()}; of the warm-up: {parts}"
+        self._set_environment(resume)
 
     def _await_resume(self) -> Resume:
         """Wait for the order to begin the next attempt, and return it."""
@@ -510,6 +536,7 @@ class Parking:
 
     def _set_environment(self, resume: Resume) -> None:
         """Set the environment and the size of the next attempt."""
+        self._end_joining_phase("order read")
         os.environ.update(resume.environment)
         self.data_size = resume.data
 

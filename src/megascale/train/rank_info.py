@@ -25,7 +25,6 @@ class RankInfo:
         rank: rank over all hosts.
         world: number of ranks over all hosts.
         local_rank, local_world: rank and number of ranks on this host.
-        device: device that the rank computes on.
     """
 
     rank: int
@@ -147,3 +146,13 @@ def memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def count_device_allocations(device: torch.device) -> int:
+    """Return how often torch's allocator has requested memory from a GPU's driver in this process; 0 on a CPU.
+
+    Each request waits for the driver. A process whose allocator keeps its memory makes none.
+    """
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats(device).get("num_device_alloc", 0))

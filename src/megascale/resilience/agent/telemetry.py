@@ -37,9 +37,7 @@ class Telemetry:
 
     Args:
         job: description of the job with the intervals.
-        node, address, pod: names and address of this node.
         trainers: source of the trainers' state.
-        link: link to the driver.
         changed: event that causes a heartbeat at once.
         lease: lease of the ranks, which answers to heartbeats renew.
 

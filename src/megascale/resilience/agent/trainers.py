@@ -279,8 +279,6 @@ class Trainers:
         """Start the ranks of an attempt, or only prepare their processes if `order.prepares` is set.
 
         Args:
-            order: start order of the driver.
-            address: address of this node.
             token: token of the job. The token of replicas derives from it unless the agent's environment has one.
         """
         parked_pids = self._take_parked_trainers(order)
@@ -342,7 +340,6 @@ class Trainers:
         return make_network_variables(address) | order.env | variables
 
     def _make_rank_environment(self, rank: int, local_rank: int) -> dict[str, str]:
-        """Return the environment variables of one rank."""
         return self._common_environment | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
 
     def _take_parked_trainers(self, order: Start) -> dict[int, int]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megascale.core.atomic_files import write_atomically
 from megascale.core.untrusted_files import read_small_text
 from megascale.errors import DataError
 from megascale.services import shared_token
@@ -20,7 +20,6 @@ class Contact:
     """The addresses of the newest driver.
 
     Attributes:
-        job: name of the job.
         epoch: epoch of the driver (state/journal.py).
         pid: process id of the driver.
         agents: (host, port) where the driver accepts agents.
@@ -41,9 +40,7 @@ def driver_folder(run: Path) -> Path:
 
 def write_contact(run: Path, contact: Contact) -> None:
     """Replace the contact file atomically."""
-    temporary = driver_folder(run) / "contact.tmp"
-    temporary.write_text(json.dumps(asdict(contact)))
-    os.replace(temporary, driver_folder(run) / "contact.json")
+    write_atomically(driver_folder(run) / "contact.json", json.dumps(asdict(contact)))
 
 
 def read_contact(run: Path) -> Contact:

@@ -126,7 +126,6 @@ class NetworkTraffic(Record, frozen=True):
         rx_bytes_per_s, tx_bytes_per_s: mean rates.
         rx_min, rx_max, tx_min, tx_max: slowest and fastest sample in bytes/s.
         errors: receive and transmit errors and drops.
-        samples: number of samples.
     """
 
     interface: Name
@@ -145,10 +144,8 @@ class Heartbeat(Message, frozen=True):
 
     Attributes:
         job, attempt: job and attempt that the workers belong to.
-        node: name of the node.
         sequence: number of the heartbeat, increasing over the agent's life.
         sent_ns: the sender's wall clock, for display only, since clocks of machines differ.
-        address, pod: address of the node and name of its pod.
         hardware, versions: facts such as {"cpu": "..."} and {"torch": "2.13.0"}.
         workers, logs, gpus, traffic: see the classes.
         checksums: "step:rank" -> hexadecimal checksum of that rank's parameters after that step.

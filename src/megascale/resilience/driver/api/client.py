@@ -45,7 +45,6 @@ def send_request(
 
     Args:
         run: the run folder, or on another machine the file that `megascale access` wrote.
-        method: HTTP method.
         path: path of the API, such as /v1/job.
         body: sent as JSON.
         seconds: time in which the driver must answer.

@@ -271,9 +271,6 @@ class Attempts:
     """Starts and stops the trainers.
 
     Attributes:
-        job: the job of the trainers.
-        nodes: the nodes on which the trainers run.
-        settings: the settings in force.
         record_event: writes an event into the audit log.
         overrides: further settings of the trainers' command line.
         files: the trainers' environment and the configured order of the nodes.
@@ -424,7 +421,8 @@ class Attempts:
         # The configuration is for all nodes. With fewer replicas than that, the trainers need the smaller size.
         if state.data * self.model_ranks != self.settings.limits.nodes * state.ranks_per_node:
             overrides.append(f"--parallel.data={state.data}")
-        self.nodes.leases.holders.add(node.name)
+        if not prepares:  # processes that wait for an attempt cannot train without a further order
+            self.nodes.leases.holders.add(node.name)
         self.nodes.order(
             node,
             do="start",
