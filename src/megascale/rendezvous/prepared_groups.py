@@ -48,7 +48,7 @@ from megascale.rendezvous.stores import open_client, summarise_error
 if TYPE_CHECKING:
     from megascale.config import Config
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("megascale.train")  # whose lines are in the logs of ranks
 WORLD = "world"  # name of the default group in `GroupPreparation.backends`
 _POLL_SECONDS = 0.2  # longest time until a thread that waits in the store notices that the preparation was abandoned
 _SPARE_BYTES = 1 << 29  # of a GPU, for allocations of a step, in addition to a second set of communicators
@@ -172,7 +172,7 @@ class GroupPreparation:
         self._boundary.set()
         cut_connections(self.sockets)
         self._start_abort()
-        log.info("prepared groups of attempt%s are dropped: %s", self.target.name_suffix, reason)
+        log.warning("prepared groups of attempt%s are dropped: %s", self.target.name_suffix, reason)
 
     def finish_abort(self) -> None:
         """Wait until the communicators of an abandoned preparation are aborted. Raises TrainingError if they hang."""
