@@ -45,7 +45,11 @@ if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
 typer.testing._get_command = functools.cache(typer.testing._get_command)  # type: ignore[attr-defined]
 
 # How long an example or its making takes says how busy the machine is.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Tests that state no number of random examples draw this many. More of them are a campaign (dev/soak.md).
+EXAMPLES = int(os.environ.get("MEGASCALE_TEST_EXAMPLES", "50"))
+settings.register_profile(
+    "any machine", max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any machine")
 
 
