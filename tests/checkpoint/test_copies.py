@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +59,7 @@ def test_pieces_are_joined_byte_by_byte_whatever_their_types_and_strides(cases: 
         tensor = numbered(shape, dtype)
         pieces += [view(tensor, box).mT if turned and len(shape) > 1 else view(tensor, box) for box in boxes]
     with ShardCopier([]) as several:
-        got = several.join_tensors(pieces, HOST)
+        got = several.join(pieces, HOST)[0]
     plain = [piece.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for piece in pieces]
     assert got.tolist() == [byte for piece in plain for byte in piece.tolist()]
 
@@ -205,3 +208,52 @@ def test_whole_chunks_are_sent_from_the_file(source: OpenedChunks, tmp_path: Pat
     assert second[1] is not damaged
     assert first[2] == []
     assert first[3] == sum(tensor.nbytes for tensor in logical_state().values())
+
+
+@pytest.mark.parametrize("read_bytes", [40, 1 << 20])
+def test_checksums_of_parts_are_joined_and_threads_report_their_seconds(
+    source: OpenedChunks, monkeypatch: pytest.MonkeyPatch, read_bytes: int
+) -> None:
+    monkeypatch.setattr(copies, "_READ_BYTES", read_bytes)
+    tensors = blank(logical_state())
+    report = LoadReport()
+    assert fill_shards(source, full_shards(tensors), Peers(None), report) is None
+    assert_same(tensors, logical_state())
+    assert re.search(r"; of each of \d+ copying threads: read \d+\.\d\d, checksum \d", report.describe_seconds())
+
+
+@pytest.mark.parametrize(("cores", "local_ranks", "threads"), [(2, "", 2), (64, "", 32), (64, "2", 32), (128, "8", 16)])
+def test_ranks_of_a_host_share_its_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, local_ranks: str, threads: int
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
+    assert copies.count_threads(cores) == threads
+
+
+def test_copies_from_files_of_later_rounds_do_not_wait_for_those_of_earlier_ones(
+    source: OpenedChunks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise only the threads for which two rounds have work would copy."""
+    monkeypatch.setattr(copies, "count_threads", lambda cores: 1)
+    monkeypatch.setattr(OpenedChunks, "round_bytes", 1)  # one chunk per round
+    started: list[FileRange] = []
+    are_all_submitted = threading.Event()
+    copy_piece = ShardCopier._copy_piece
+    copy_from_file = ShardCopier.copy_from_file
+
+    def copy_once_submitted(copier: ShardCopier, piece: FileRange, target: torch.Tensor) -> copies.CopiedPiece:
+        assert are_all_submitted.wait(30)
+        return copy_piece(copier, piece, target)
+
+    def submit(copier: ShardCopier, chunk: FileRange, target: torch.Tensor) -> list[Future[copies.CopiedPiece]]:
+        started.append(chunk)
+        if len(started) == len(source.index):
+            are_all_submitted.set()
+        return copy_from_file(copier, chunk, target)
+
+    monkeypatch.setattr(ShardCopier, "_copy_piece", copy_once_submitted)
+    monkeypatch.setattr(ShardCopier, "copy_from_file", submit)
+    tensors = blank(logical_state())
+    assert fill_shards(source, full_shards(tensors), Peers(None)) is None
+    assert len(started) > 2
+    assert_same(tensors, logical_state())

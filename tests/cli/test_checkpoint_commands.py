@@ -17,6 +17,7 @@ from megascale.checkpoint.format.step_folders import COMMIT, find_steps, read_co
 from megascale.cli.main import app
 from megascale.errors import ConfigError, DataError
 from tests.checkpoint.conftest import assert_same, blank, cut, full_shards, logical_state
+from tests.forked import Forked
 
 
 @pytest.fixture
@@ -49,6 +50,14 @@ def test_inspect_finds_its_way(run: Path, where: str) -> None:
     assert record["step"] == 20
     assert record["differences"] == {"train.steps": [50, 60]}
     assert {t["name"]: t["bytes"] for t in record["tensors"]}["model.embedding.weight"] == 37 * 12 * 4
+
+
+def test_an_empty_table_is_no_difference(run: Path) -> None:
+    tensors = logical_state(30)
+    shards = list(cut(tensors, "flat", 0, 1))
+    config = {"model": {"hidden": 12, "layers": 1, "layer_kinds": {}}, "train": {"steps": 60}}
+    save(run / "checkpoints", 30, shards, {"step": 30, "samples": 240, "config": config}, keep=3)
+    assert "configuration: as in config.toml" in call("inspect", run)
 
 
 def test_inspect_says_what_is_not_whole(run: Path, tmp_path: Path) -> None:
@@ -174,3 +183,12 @@ def test_reshard_changes_files_not_tensors(run: Path, tmp_path: Path) -> None:
     got = blank(logical_state())
     load("memory://copy", full_shards(got))
     assert_same(got, logical_state(10))
+
+
+def test_a_fallback_to_an_earlier_checkpoint_is_reported_once(tmp_path: Path) -> None:
+    """A warning for callers of the Python interface would repeat the line, with a line of the source."""
+    before = "from megascale.cli import main; from megascale.checkpoint import loader; "
+    before += "main._make_app = lambda: lambda: loader.warn('went back to step 3')"
+    process = Forked(["checkpoint", "inspect", tmp_path], before=before)
+    assert process.communicate(timeout=60)[0].splitlines() == ["went back to step 3"]
+    assert process.returncode == 0

@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 from megascale.config import Config, from_tree
 from megascale.config.parts import OPTIMIZERS
 from megascale.core import flops, memory
-from megascale.core.inventory import logical_shapes, resolve_layers
+from megascale.core.inventory import count_elements, layer_inventory, logical_shapes, resolve_layers
 from megascale.core.layers import assign_layers
 from megascale.core.layout import lay_out
 from megascale.core.memory import estimate_stage_memory
 from megascale.core.parameter_counts import (
     count_checkpoint_elements,
     count_chunk_parameters,
-    count_layer_parameters,
     count_stage_parameters,
     count_stage_units,
 )
@@ -83,10 +82,8 @@ def test_parameters_over_stages_and_ranks_add_up(model, pipeline, tensor):
     assert alone == full + copies
     # Norms, row-parallel biases and positions are whole on every tensor-parallel rank; all else is cut.
     m = config.model
-    spec = resolve_layers(m)[0]
-    replicated = (
-        m.layers * (count_layer_parameters(spec, tensor) * tensor - count_layer_parameters(spec)) // max(tensor - 1, 1)
-    )
+    layer = layer_inventory(resolve_layers(m)[0])
+    replicated = m.layers * (count_elements(layer, tensor) * tensor - count_elements(layer)) // max(tensor - 1, 1)
     replicated += m.hidden * (2 if m.norm == "layernorm" else 1)
     replicated += m.sequence_length * m.hidden if m.positions == "learned" else 0
     ranks = sum(count_stage_parameters(m, config.parallel, s) for s in range(pipeline))

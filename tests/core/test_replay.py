@@ -139,17 +139,6 @@ def test_large_schedules_reach_the_ideal_bubble(p, v, m):
 
 
 @settings(max_examples=60, deadline=None)
-@given(SMALL, SEEDS, st.booleans())
-def test_busy_and_waits_add_up_to_the_step(sizes, seed, overlap):
-    schedule = build_pipeline_schedule(*sizes)
-    graph = ActionGraph.compile(schedule if overlap else without_overlap(schedule))
-    timeline = replay_schedule(graph, random_durations(graph, seed))
-    waits = timeline.idle_times()
-    np.testing.assert_allclose(timeline.busy + sum(waits.values()), timeline.makespan)
-    assert all((w >= -1e-9).all() for w in waits.values())
-
-
-@settings(max_examples=60, deadline=None)
 @given(SMALL, SEEDS)
 def test_exposed_transfers_never_make_a_step_sooner(sizes, seed):
     schedule = build_pipeline_schedule(*sizes)
@@ -193,7 +182,6 @@ def test_replicas_replay_as_if_alone(sizes, seed):
     for r in range(3):
         alone = replay_schedule(graph, durations[:, r])
         np.testing.assert_array_equal(together.end[:, r], alone.end)
-        np.testing.assert_array_equal(together.idle_times()["bubble"][:, r], alone.idle_times()["bubble"])
     assert together.makespan.shape == (3,)
 
 
@@ -227,9 +215,6 @@ def test_gathers_and_reductions_are_exposed_at_the_ends_only():
     exposed = exposed_times(graph, durations)
     assert exposed["gather"] == pytest.approx(1.5)
     assert exposed["reduce"] == pytest.approx(2.5)
-    waits = replay_schedule(graph, durations).idle_times()
-    assert waits["gather"][0] == pytest.approx(1.5)
-    assert waits["reduce"].max() == pytest.approx(2.5)
 
 
 def test_stream_time_and_overlap():

@@ -42,16 +42,6 @@ def test_an_empty_range_has_no_boxes(case, excess):
     assert list(flat_boxes(box, start + excess, start)) == []
 
 
-@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 4), st.integers(0, 1))
-def test_cuts_tile_the_tensor(rows, columns, parts, dim):
-    shape = (rows * parts, columns * parts)
-    stored = np.zeros(shape, dtype=int)
-    for index in range(parts):
-        box = Piece.slice_of("w", shape, dim, index, parts).box
-        stored[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))] += 1
-    assert (stored == 1).all()
-
-
 def test_decay_follows_the_dimensions():
     assert Piece.full("w", (2, 3)).decay
     assert not Piece.full("b", (3,)).decay

@@ -113,3 +113,36 @@ def test_a_hangup_that_nohup_ignores_is_no_end_signal():
         assert terminal.termination_signals() == (signal.SIGINT, signal.SIGTERM)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_blocked_call_is_interrupted():
+    """The call waits for a pipe that stays empty, as a rank waits for another one."""
+    reader, writer = os.pipe()
+
+    def call() -> bytes:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return os.read(reader, 1)
+
+    with terminal.interrupt_on_termination(), pytest.raises(KeyboardInterrupt):
+        terminal.call_interruptibly(call)
+    os.close(writer)
+
+
+def test_a_call_returns_its_result_or_raises_its_error():
+    assert terminal.call_interruptibly(lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        terminal.call_interruptibly(lambda: 1 // 0)
+
+
+def test_a_forked_child_ends_by_the_signal_itself():
+    reader, writer = os.pipe()
+    with terminal.interrupt_on_termination():
+        child = os.fork()
+        if child == 0:
+            os.write(writer, b"x")  # a child forgets signals that come before its first statement
+            while True:  # Python handles a signal between two calls, so a blocking call could miss it
+                os.sched_yield()
+        os.read(reader, 1)
+        os.kill(child, signal.SIGTERM)
+        status = os.waitpid(child, 0)[1]
+    assert os.WTERMSIG(status) == signal.SIGTERM

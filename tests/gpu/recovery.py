@@ -67,7 +67,7 @@ LIMIT = 240.0  # seconds for a start or a recovery
 ENDING = 20.0  # kept for the job's end
 FIRST_KILL = 30.0  # seconds that must remain for the first kill and its recovery; later kills go by those measured
 FRAMES = 4  # of a stack, the innermost
-STEPS = 2  # between a recovery and the next kill
+STEPS = 2  # between the first snapshot, or a recovery, and the next kill; default of --steps
 FIRST_STEP_SECONDS = 10.0  # from the first step's report until ranks have logged its results
 MEASURED_STEPS = 8  # before a kill
 HOST, GPU = 0.85, 3 * 2**30  # of the host's memory and beyond a GPU's tensors, what a job may not count on
@@ -114,6 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="default: half of the preset's, or as many as fit")
     parser.add_argument("--kind", action="append", choices=KINDS, help="default: rank and node")
     parser.add_argument("--kills", type=int, default=3, help="of each kind")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps before each kill, after a snapshot")
     parser.add_argument("--seconds", type=float, default=540.0, help="end after that, even if results are missing")
     parser.add_argument("--out", type=Path, default=Path("recovery.json"))
     parser.add_argument("--keep-seconds", nargs="+", type=float, default=[], help="compare these values")
@@ -174,7 +175,7 @@ def make_job_command(job: ConcurrentJob, inputs: argparse.Namespace, settings: l
         settings: settings of all jobs.
     """
     command = [sys.executable, "-m", "tests.gpu.recovery", "--preset", inputs.preset, "--kind", job.kind]
-    command += ["--kills", str(inputs.kills), "--seconds", f"{inputs.seconds:g}"]
+    command += ["--kills", str(inputs.kills), "--steps", str(inputs.steps), "--seconds", f"{inputs.seconds:g}"]
     command += ["--out", str(inputs.out.with_name(f"{inputs.out.stem}-{job.kind}{inputs.out.suffix}"))]
     if inputs.layers:
         command += ["--layers", str(inputs.layers)]
@@ -308,9 +309,11 @@ def run(
                 print(f"no kill of {kind} {number + 1}: {obstacle}", flush=True)
                 return
             kills = len(injected)
-            row = kill(job, kind, deadline - ENDING, injected)
+            row = kill(job, kind, deadline - ENDING, injected, steps=inputs.steps)
             if row is None and len(injected) == kills:
-                reason = "the job has ended" if job.over() else f"out of time before {STEPS} more steps and a snapshot"
+                reason = "the job has ended"
+                if not job.over():
+                    reason = f"out of time before {inputs.steps} more steps and a snapshot"
                 print(f"no kill of {kind} {number + 1}: {reason}", flush=True)
                 return
             if row is None:
@@ -365,8 +368,8 @@ def describe(row: dict[str, Any]) -> str:
     text = f"{phases}; {row['lost']} steps lost; kept {format_numbers(tuple(row['kept'])) or 'none'}"
     text += f", in place {format_numbers(tuple(row['standing'])) or 'none'}"
     text += f"; from {row['loaded_from']}, {row['load_seconds']} s"
-    if row.get("step_seconds"):
-        text += f"; a step took {row['step_seconds']:.2f} s before"
+    if row.get("steps"):
+        text += f"; steps took {', '.join(f'{seconds:.2f}' for seconds in row['steps'])} s before"
     for rank, reason in row["doubts"].items():
         text += f"; DOUBT rank {rank}: {reason}"
     for rank, line in row.get("ready", {}).items():
@@ -425,23 +428,25 @@ def unasked(job: Launched, injected: list[float]) -> list[str]:
     ]
 
 
-def kill(job: Launched, kind: str, deadline: float, kills: list[float]) -> dict[str, Any] | None:
-    """Kill once the job has a snapshot and trained a little more; seconds by phase. None where no time is left. When it
-    killed is added to `kills`."""
+def kill(job: Launched, kind: str, deadline: float, kills: list[float], *, steps: int) -> dict[str, Any] | None:
+    """Kill a rank or node after `steps` more steps and a snapshot. Return the seconds by phase, None out of time.
+
+    The time of the kill is added to `kills`.
+    """
     from megascale.resilience.agent.node_folder import end_checkpoint_services
     from megascale.resilience.faults.inject import Options, inject
 
     before = job.step()
-    while job.step() < before + STEPS or not has_snapshot(job):
+    while job.step() < before + steps or not has_snapshot(job):
         if time.monotonic() > deadline or job.over():
             return None
         time.sleep(0.02)
     events = job.events()
     ranks = sorted(int(path.stem.partition("-")[2]) for path in (job.run / "status").glob("rank-*.calls"))
     node = next(e for e in reversed(events) if e.kind == "attempt_started").nodes[-1]
-    step_seconds = measure_steps(job)
+    step_seconds = list_step_seconds(job)
     first_steps = job.read_first_steps()
-    with Steps(job) as steps, Stacks(job.run) as stacks:
+    with Steps(job) as watched_steps, Stacks(job.run) as stacks:
         injected = time.time()
         kills.append(injected)
         if kind == "rank":
@@ -461,14 +466,15 @@ def kill(job: Launched, kind: str, deadline: float, kills: list[float]) -> dict[
             return None
         verdict = first(verdicts)
         recovered = first(("recovered",)) if repeated else None
-    row: dict[str, Any] = dict(phases(job, injected, verdict, repeated, steps))
+    row: dict[str, Any] = dict(phases(job, injected, verdict, repeated, watched_steps))
     fresh = [e for e in job.events() if e.id > after]
     row |= {
         "verdict": verdict.kind if verdict else None,
         "target": node if kind != "rank" else f"rank {ranks[-1]}",
     }
     row |= make_waterfall(injected, verdict, recovered)
-    row["step_seconds"] = step_seconds
+    row["step_seconds"] = statistics.median(step_seconds) if step_seconds else None
+    row["steps"] = step_seconds
     row["actions"] = [e.action for e in fresh if e.kind == "recovery_action"]
     row["ready"] = job.read_starts()
     row["first_steps"] = await_first_steps(job, first_steps, deadline)
@@ -496,11 +502,14 @@ def await_first_steps(job: Launched, earlier: dict[str, list[str]], deadline: fl
         time.sleep(0.02)
 
 
-def measure_steps(job: Launched) -> float | None:
-    """Return the median seconds of the last steps, of which each waits for the snapshot of an earlier one."""
+def list_step_seconds(job: Launched) -> list[float]:
+    """Return the seconds of the last steps, in order. Each waits for the snapshot of an earlier one.
+
+    The first steps also wait until memory for snapshots is cleared, mapped and page-locked.
+    """
     records = [json.loads(line) for line in (job.run / "metrics.jsonl").read_text().splitlines()]
     times = [record["time"] for record in records if "loss" in record][-MEASURED_STEPS - 1 :]
-    return statistics.median(b - a for a, b in pairwise(times)) if len(times) > 1 else None
+    return [end - start for start, end in pairwise(times)]
 
 
 def make_waterfall(injected: float, verdict: Any, recovered: Any) -> dict[str, Any]:
@@ -647,7 +656,18 @@ def fitting(file: Path, settings: list[str]) -> int:
 
 def summarise_kill(row: dict[str, Any]) -> dict[str, Any]:
     """Return the waterfall of one recovery with what explains it, as it is printed."""
-    names = ("kind", "number", "layers", "lost", "kept", "standing", "loaded_from", "load_seconds", "step_seconds")
+    names = (
+        "kind",
+        "number",
+        "layers",
+        "lost",
+        "kept",
+        "standing",
+        "loaded_from",
+        "load_seconds",
+        "step_seconds",
+        "steps",
+    )
     summary = {name: row.get(name) for name in (*names, "ready", "first_steps")}
     return {"waterfall": {name: round(seconds, 3) for name, seconds in row["waterfall"].items()}, **summary}
 

@@ -98,13 +98,14 @@ def test_jobs_of_one_call_have_gpus_settings_and_files_of_their_own(monkeypatch,
     visible = [recovery.make_job_environment(job)["CUDA_VISIBLE_DEVICES"] for job in jobs]
     assert visible == ["GPU-a,GPU-b", "GPU-c,GPU-d"]
     inputs = SimpleNamespace(
-        preset="tiny", kills=1, seconds=60.0, out=tmp_path / "recovery.json", layers=14, logs=tmp_path / "logs"
+        preset="tiny", kills=1, steps=8, seconds=60.0, out=tmp_path / "recovery.json", layers=14, logs=tmp_path / "logs"
     )
     commands = [recovery.make_job_command(job, inputs, ["--train.micro_batch=1"]) for job in jobs]
     for command, kind in zip(commands, ("rank", "node"), strict=True):
         assert command[command.index("--kind") + 1] == kind
         assert command[command.index("--out") + 1] == str(tmp_path / f"recovery-{kind}.json")
         assert command[command.index("--logs") + 1] == str(tmp_path / "logs" / kind)
+        assert command[command.index("--steps") + 1] == "8"
         assert "--train.micro_batch=1" in command
     assert [command[-1] for command in commands] == ["--resilience.nodes=1", "--train.micro_batch=1"]
     with pytest.raises(SystemExit, match="names GPU 4, and CUDA_VISIBLE_DEVICES has 4 GPUs"):

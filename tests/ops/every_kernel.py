@@ -22,12 +22,12 @@ from megascale.ops import (
     segments,
 )
 from megascale.ops.amax import AmaxPool
-from megascale.ops.embedding import add_rows
+from megascale.ops.embedding import add_sorted_rows, sort_tokens
 from megascale.ops.float8 import cast, grouped, stacks
 from megascale.ops.float8.formats import E4M3, E5M2, Format, allocate_scales
 from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach
 from megascale.ops.peer_max import WORD_BYTES, PeerMax
-from megascale.ops.peer_sum import sum_over_peers
+from megascale.ops.peer_sum import PeerSum, sum_over_peers, sum_parts
 from megascale.parallel.linear import DEFAULT_PRECISION
 from megascale.parallel.tensor import linear_scatter
 
@@ -85,7 +85,6 @@ def optimizer(on_device: bool) -> None:
     adam.adamw_apply(w, m, v, g, out, lr=o.lr, **options)
     sums = adam.lamb_direction(w, m, v, g, g, **options)
     adam.lamb_apply(w, g, out, sums, lr=o.lr, trust_min=0.0, trust_max=10.0, segments=table, skip=options["skip"])
-    segments.square_sums(g, table)
 
 
 def recomputed_activation(x: torch.Tensor, bias: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -120,13 +119,10 @@ def with_amax(call: Callable[[], None]) -> Callable[[], None]:
 
 def float8_casts(kind: Format) -> None:
     x = zeros(4096, 5120)
-    scale = torch.ones(())
     counts = torch.zeros(2, dtype=torch.long)
-    cast.cast_by_scale(x, kind, scale)
-    cast.cast_by_scale(x, kind, scale, amax=torch.zeros(()))
-    cast.cast_by_scale(x, kind, scale, amax=torch.zeros(()), counts=counts)
-    cast.cast_by_scale(x, kind, scale, columns=False)
-    cast.cast_by_amax(x, kind, previous_scale=scale, counts=counts)
+    cast.cast_by_amax(x, kind)
+    cast.cast_by_amax(x, kind, counts=counts)
+    cast.cast_by_amax(x, kind, columns=False)
     cast.cast_rows(x, kind, columns=True, counts=counts)
     cast.cast_rows(x, kind, row_amax=cast.compute_row_amaxes(x), counts=counts)
 
@@ -141,6 +137,15 @@ def sums_over_peers() -> None:
     sum_over_peers(local, torch.zeros(3, 8192)[:, :4096], 1, local)
     sum_over_peers(zeros(4096).detach(), zeros(3, 4096).detach(), 1, zeros(4096).detach())
     sum_over_peers(local, torch.zeros(3, 8192, dtype=BF16)[:, :4096], 1, torch.zeros(4096), accumulate=True)
+
+
+def sums_of_parts() -> None:
+    for ranks in (2, 3, 4, 8):
+        for dtype in (BF16, torch.float32):
+            *parts, out = torch.zeros(ranks + 1, 1 << 16, dtype=dtype)
+            sum_parts(parts, out, programs=8)
+            words = torch.zeros(ranks, ranks, dtype=torch.int64)
+            PeerSum(0, list(words))(parts, out, lambda launch: launch())
 
 
 def grouped_gemms() -> None:
@@ -264,7 +269,9 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "head": lambda: head(False),
     "head, promised": lambda: head(True),
-    "embedding": lambda: add_rows(torch.zeros(64, 5120), torch.tensor([3] * 40), torch.zeros(40, 5120, dtype=BF16)),
+    "embedding": lambda: add_sorted_rows(
+        torch.zeros(64, 5120), sort_tokens(torch.tensor([3] * 40)), torch.zeros(40, 5120, dtype=BF16)
+    ),
     "float8 casts, e4m3": lambda: float8_casts(E4M3),
     "float8 casts, e5m2": lambda: float8_casts(E5M2),
     "float8 of shards": float8_shards,
@@ -272,6 +279,7 @@ CASES: dict[str, Callable[[], None]] = {
     "grouped GEMMs": grouped_gemms,
     "experts in float8": float8_experts,
     "sums over peers": sums_over_peers,
+    "sums of parts": sums_of_parts,
     "routing": routing,
     "optimizers": lambda: optimizer(False),
     "optimizers on device numbers": lambda: optimizer(True),

@@ -62,12 +62,12 @@ def test_float8_casts_and_gemms_are_checked_and_timed(tmp_path):
 
 
 def test_a_wrong_float8_cast_is_a_row(tmp_path, monkeypatch):
-    right = kernel_float8.cast_by_scale
-    monkeypatch.setattr(kernel_float8, "cast_by_scale", lambda x, *arguments, **more: right(-x, *arguments, **more))
+    right = kernel_float8.cast_by_amax
+    monkeypatch.setattr(kernel_float8, "cast_by_amax", lambda x, *arguments, **more: right(-x, *arguments, **more))
     bench = Bench(TINY, torch.device("cpu"), 0.0, tmp_path / "kernels.json")
     kernel_float8.check_casts(bench, 24, 40)
-    assert "reference's bytes: given scale (" in bench.rows[0].error
-    assert "current" not in bench.rows[0].error
+    assert "reference's bytes: counting (" in bench.rows[0].error
+    assert "row-wise" not in bench.rows[0].error
 
 
 def test_a_device_without_float8_is_a_printed_line(tmp_path, capsys, monkeypatch):

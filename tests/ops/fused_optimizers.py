@@ -22,7 +22,7 @@ from megascale.ops.adam import (
     lamb_direction,
     lamb_direction_reference,
 )
-from megascale.ops.segments import Segments, square_sums
+from megascale.ops.segments import Segments
 from tests.ops.tools import distance
 
 SETTINGS = settings(max_examples=8, deadline=None)
@@ -119,15 +119,3 @@ def test_trust_ratio_is_one_for_zero_weights():
     sums = torch.tensor([[0.0], [10.0]], dtype=torch.float64)
     lamb_apply(master, update, None, sums, lr=0.5, trust_min=0.0, trust_max=10.0, segments=segments)
     assert master.eq(-0.5).all()
-
-
-@SETTINGS
-@given(tables(), st.sampled_from([torch.float32, torch.bfloat16]))
-def test_square_sums(table, dtype):
-    segments, n = table
-    flat = torch.randn(n).to(dtype)
-    want = torch.zeros(4, dtype=torch.float64)
-    for row in segments.ranges:
-        want[row.tensor_index] += flat[row.start : row.stop].double().square().sum()
-    torch.testing.assert_close(square_sums(flat, segments), want, rtol=1e-6, atol=0)
-    assert dispatch.list_choices()["square sums"] == "triton"

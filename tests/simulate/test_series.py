@@ -47,7 +47,7 @@ def scenario() -> Scenario:
 )
 def test_a_varied_figure_is_checked_as_a_cluster_file_is(scenario, key, value, output):
     with pytest.raises(ConfigError, match=output):
-        sweep_rows(scenario, [(key, [value])], [scenario], "closed")
+        sweep_rows([(key, [value])], [scenario], "closed")
 
 
 def test_bandwidths_of_a_link_move_together():

@@ -22,7 +22,6 @@ from megascale.ops import linear
 from megascale.ops.float8 import cublaslt, gemm
 from megascale.ops.float8.cast import (
     cast_by_amax,
-    cast_by_scale,
     cast_rows,
     compute_amax,
     transpose_scaled_rows,
@@ -66,7 +65,6 @@ TINY_CASTS = [(16, 32)]
 FLOAT32_LIMIT = 1e-3
 BF16_LIMIT = 3e-3
 FAST_LIMIT = 2e-2
-_GIVEN_SCALE = 0.013  # arbitrary; some numbers of a normal distribution are clipped or flushed
 
 
 def explain_missing_float8(device: torch.device) -> str:
@@ -116,7 +114,6 @@ class _GemmCase(NamedTuple):
     """A GEMM that is measured in bfloat16 and in float8.
 
     Attributes:
-        out: result of the bfloat16 GEMM.
         operands: matrices and scales of the float8 GEMM, with one scale per matrix.
         row_wise_operands: the same with one scale per row.
     """
@@ -137,28 +134,22 @@ def check_casts(bench: Bench, M: int, N: int) -> None:
     def cast_all(float8_format: Format, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the actual and the expected tensor of each result, by the result's name."""
         x = _draw_normal(bench.device, M, N + 16, dtype=dtype)[:, :N]  # a view, since casts accept strided rows
-        scale = torch.full((), _GIVEN_SCALE, device=x.device)
-        amax = torch.zeros((), device=x.device)
         counts = torch.zeros(2, dtype=torch.int64, device=x.device)
         expected_counts = torch.zeros_like(counts)
-        by_scale = cast_by_scale(x, float8_format, scale)
         current = cast_by_amax(x, float8_format)
-        collecting = cast_by_scale(x, float8_format, scale, amax=amax, counts=counts)
+        counting = cast_by_amax(x, float8_format, counts=counts)
         by_row = cast_rows(x, float8_format, columns=True)
         current_scale = scale_from_amax(amax_reference(x), float8_format)
         row_scales = scale_from_amax(amax_reference(x, 1), float8_format, power_of_2=True)
         column_scales = scale_from_amax(amax_reference(x, 0), float8_format, power_of_2=True)
-        q = quantise_reference(x, scale, float8_format, expected_counts)
-        q_current = quantise_reference(x, current_scale, float8_format)
+        q = quantise_reference(x, current_scale, float8_format, expected_counts)
         pairs = {
-            "given scale": (by_scale.rows, q),
-            "given scale, transposed": (by_scale.columns, q.t()),
-            "collecting": (collecting.rows, q),
-            "collecting, transposed": (collecting.columns, q.t()),
-            "amax": (amax, amax_reference(x)),
+            "amax": (compute_amax(x), amax_reference(x)),
+            "counting": (counting.rows, q),
+            "counting, transposed": (counting.columns, q.t()),
             "counts": (counts, expected_counts),
-            "current": (current.rows, q_current),
-            "current, transposed": (current.columns, q_current.t()),
+            "current": (current.rows, q),
+            "current, transposed": (current.columns, q.t()),
             "current scale": (current.rows_scale, current_scale),
             "row-wise": (by_row.rows, quantise_reference(x, row_scales, float8_format)),
             "row-wise scales": (by_row.rows_scale, row_scales),
@@ -199,10 +190,11 @@ def measure_casts(bench: Bench, M: int, N: int) -> None:
     else:
         tensor_count = 1
     x = _rotate([_draw_normal(device, M, N) for _ in range(tensor_count)])
-    scale = torch.full((), _GIVEN_SCALE, device=device)
     amax = torch.zeros((), device=device)
     counts = torch.zeros(2, dtype=torch.int64, device=device)
     compute_amax(x(), amax)
+
+    scale = scale_from_amax(amax, E4M3)
 
     def cast_eager() -> tuple[Tensor, Tensor]:
         q = quantise_reference(x(), scale, E4M3)
@@ -214,13 +206,9 @@ def measure_casts(bench: Bench, M: int, N: int) -> None:
     assert row_scales is not None
     cases = [
         _CastCase("amax", 2, lambda: compute_amax(x(), amax), lambda: amax_reference(x())),
-        _CastCase("cast, given scale", 3, lambda: cast_by_scale(x(), E4M3, scale, columns=False)),
-        _CastCase("cast + transpose, given scale", 4, lambda: cast_by_scale(x(), E4M3, scale), cast_eager),
-        _CastCase("cast + transpose + amax", 4, lambda: cast_by_scale(x(), E4M3, scale, amax=amax)),
-        _CastCase(
-            "cast + transpose + amax + counts", 4, lambda: cast_by_scale(x(), E4M3, scale, amax=amax, counts=counts)
-        ),
-        _CastCase("cast + transpose, current, amax known", 4, lambda: cast_by_amax(x(), E4M3, amax)),
+        _CastCase("cast, current, amax known", 3, lambda: cast_by_amax(x(), E4M3, amax, columns=False)),
+        _CastCase("cast + transpose, current, amax known", 4, lambda: cast_by_amax(x(), E4M3, amax), cast_eager),
+        _CastCase("cast + transpose + counts, current", 4, lambda: cast_by_amax(x(), E4M3, amax, counts=counts)),
         _CastCase("cast + transpose, current, both passes", 6, lambda: cast_by_amax(x(), E4M3)),
         _CastCase("row-wise cast", 3, lambda: cast_rows(x(), E4M3)),
         _CastCase("row-wise cast, both ways (a weight)", 8, lambda: cast_rows(x(), E4M3, columns=True)),
@@ -334,14 +322,6 @@ def measure_gemms(bench: Bench, name: str, T: int, I: int, O: int) -> None:  # n
     _add_timed_row(bench, make_row("dw += float32, fast"), flops, functools.partial(accumulate, fast=True))
     multiply_then_add = lambda: main_grad.add_(gemm.matmul(*operands, dtype=torch.float32))
     _add_timed_row(bench, make_row("dw, float32, precise, and an addition"), flops, multiply_then_add)
-    if device.type == "cuda":
-        # cuBLASLt proposes several algorithms. `tune` returns the index of the fastest proposal and selects it. The
-        # rows above measured proposal 0.
-        proposal = cublaslt.tune(main_grad, *operands)
-        if proposal:
-            row = make_row(f"dw += float32, precise, proposal {proposal + 1}")
-            _add_timed_row(bench, row, flops, accumulate)
-        cublaslt.set_algorithms({})  # go back to the first proposals
 
 
 def measure(bench: Bench, tiny: bool) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from megascale import torch_private
 from megascale.bench.kernel_rows import FLOAT32_TOLERANCE, Bench, KernelRow, compute_distance
 from megascale.ops.adam import adamw_apply, adamw_apply_reference, lamb_apply, lamb_direction, lamb_direction_reference
-from megascale.ops.segments import Segments, square_sums
+from megascale.ops.segments import Segments
 
 _CHECKED_ELEMENTS = 20_000  # elements of the shard that is compared with float64
 
@@ -59,9 +59,6 @@ def measure_optimizers(bench: Bench) -> None:
     # The application reads weights and direction. It writes weights and their bfloat16 copy.
     apply_row = add_row("lamb, apply", 3, 1)
     bench.measure_seconds(apply_row, "fused", lambda: lamb_apply(w, grad, out, norm_sums, **trust))
-    sums_row = add_row("square sums", 1, 0)
-    bench.measure_seconds(sums_row, "fused", lambda: square_sums(grad, segments))
-    bench.measure_seconds(sums_row, "eager", lambda: torch.linalg.vector_norm(grad))
 
 
 def _draw_state(element_count: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:

@@ -93,7 +93,6 @@ class Bench:
 
     Args:
         compile_until: seconds after the start after which no further reference is compiled.
-        out: JSON file.
 
     Attributes:
         facts: properties and rates of the machine, by key of the JSON file.

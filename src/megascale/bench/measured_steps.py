@@ -110,7 +110,6 @@ def measure_training(
     Raises ConfigError for `even_experts` if the model has no experts.
 
     Args:
-        steps: timed steps.
         warmup: untimed steps before the timed steps.
         profile: file of the Chrome trace of one step, or None.
         watch: sample clock, power and temperature of rank 0's GPU.

@@ -22,7 +22,6 @@ class BaseCheckpoint:
 
     Attributes:
         folder: checkpoints folder that holds the checkpoint, a path on a local disk or the URL of an object store.
-        step: step of the checkpoint.
         fingerprint: hash of all stored weights (see `fingerprint_weights`).
     """
 

@@ -47,7 +47,6 @@ class Checkpointer:
 
     Args:
         config: section `checkpoint` of the configuration.
-        run: run folder.
         shards: shards of this process, views of live memory.
         group: processes of the run. Default: the default group, or this process alone.
         domain: fault domain of this host (rack, switch), for replicas. By default each host is a domain by itself.
@@ -354,11 +353,7 @@ class Checkpointer:
         return outcomes
 
     def keep_state(self, attempt: int) -> LiveState:
-        """Return what this process keeps of an attempt that it leaves, without a step. Call it before `leave`.
-
-        Args:
-            attempt: number of the attempt.
-        """
+        """Return what this process keeps of an attempt that it leaves, without a step. Call it before `leave`."""
         base = self._base_sequence
         live = LiveState(
             attempt,

@@ -45,7 +45,6 @@ class LiveState:
     """State that this process has kept when it left an attempt. Without arguments: it has kept none.
 
     Attributes:
-        attempt: number of the attempt.
         rank: this process's rank in the attempt.
         step: step of the state, or -1.
         shards: the state in the memory of this process.
@@ -89,7 +88,6 @@ class LivePlan:
     """Decision to load what processes have kept; equal on all processes except for `elements`.
 
     Attributes:
-        step: step of the state.
         index: chunks that processes have kept, each once.
         holders: processes that have the chunks of a file of the index. A file stands for a set of processes.
         elements: chunks of this process, by row of the index.
@@ -133,7 +131,6 @@ def plan_live_load(
     Args:
         saves: saves in memory, the newest first.
         stored_sequence: number of the newest commit in storage.
-        shards: shards to fill.
 
     Returns:
         The plan, or None if a complete save or a commit is newer than what processes have kept, or if data would be

@@ -78,6 +78,7 @@ class LoadReport:
         zeroed_states: optimizer states that the checkpoint lacks and that were set to zero.
         skipped_commits: damaged commits, in place of which an earlier one was loaded.
         seconds: seconds of parts of the load.
+        copy_threads: seconds of the threads that copy, as text.
     """
 
     read_bytes: int = 0
@@ -86,6 +87,7 @@ class LoadReport:
     zeroed_states: set[str] = field(default_factory=set)
     skipped_commits: list[Commit] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    copy_threads: str = ""
 
     def measure(self, part: str, start_time: float) -> float:
         """Add the seconds of a part that began at `start_time` (`time.monotonic`), and return the present time."""
@@ -95,7 +97,10 @@ class LoadReport:
 
     def describe_seconds(self) -> str:
         """Return the parts of the load and their seconds as text."""
-        return ", ".join(f"{part} {seconds:.2f}" for part, seconds in self.seconds.items())
+        text = ", ".join(f"{part} {seconds:.2f}" for part, seconds in self.seconds.items())
+        if self.copy_threads:
+            text += f"; {self.copy_threads}"
+        return text
 
     def add(self, report: LoadReport) -> None:
         """Add the bytes and the damage of `report`."""
@@ -109,7 +114,6 @@ class ChunkSource:
 
     Args:
         name: name of the checkpoint in messages.
-        index: index of the chunks.
         state: saved state besides tensors.
         holders: processes that can read each data file, by name of the file. Default: all processes can.
         has_checksums: whether the index has the checksums of the chunks.
@@ -375,6 +379,7 @@ def fill_shards(
         raise DataError(problem)
     with ShardCopier(shards) as copier:
         ChunkTransfer(source, shards, requests, peers, copier).run(report)
+    report.copy_threads = copier.describe_threads()
     damage = report.damage[0] if report.damage else None
     report.damage = []  # the caller reports the damage that is returned
     return peers.find_first_problem(damage)
@@ -385,7 +390,6 @@ class _DirectChunk:
     """Chunk whose bytes are copied to one range of a shard's memory, without a step in between.
 
     Attributes:
-        row: row of the chunk in the index.
         target: the elements in the shard's memory.
         copies: copies of the chunk's pieces, in order.
     """

@@ -83,7 +83,6 @@ class SaveFailure:
         return cls(str(error), error.errno)
 
     def to_error(self) -> TrainingError:
-        """Return the failure as an exception."""
         error = TrainingError(self.text)
         error.errno = self.errno
         return error

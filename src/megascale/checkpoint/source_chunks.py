@@ -60,7 +60,6 @@ class SourceChunks(ChunkSource):
     Args:
         name: origin of the tensors in messages.
         index: result of `make_index` for the tensors.
-        source: the tensors.
     """
 
     def __init__(self, name: str, index: CheckpointIndex, source: Source) -> None:

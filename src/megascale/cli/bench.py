@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import signal
 from collections.abc import Iterable, Mapping
-from types import FrameType
 from typing import Any
 
 import typer
@@ -13,7 +11,6 @@ from typer.core import TyperGroup
 from typer.main import get_group
 
 from megascale.core.python_process import protect_children
-from megascale.core.terminal import termination_signals
 from megascale.errors import ConfigError
 
 # Module of each bench.
@@ -91,15 +88,5 @@ def register(app: typer.Typer) -> None:
 
 
 def prepare_children() -> None:
-    """End the processes that a measurement has started when the measurement ends.
-
-    Signals that end a command raise KeyboardInterrupt, so that the command can end its processes.
-    """
+    """End the processes that a measurement has started when the measurement ends."""
     protect_children()
-    for signal_number in termination_signals():
-        signal.signal(signal_number, _interrupt)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Handle a signal that ends the command."""
-    raise KeyboardInterrupt

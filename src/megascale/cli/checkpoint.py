@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from megascale.cli.common import JSON, print_json
+from megascale.cli.common import JSON, make_console, print_json
 from megascale.core import run_lock
 from megascale.errors import ConfigError, DataError
 
@@ -52,7 +52,6 @@ def inspect(
 
     Example: megascale checkpoint inspect runs/first
     """
-    from rich.console import Console
 
     from megascale.checkpoint.format.step_folders import find_steps, step_name
     from megascale.checkpoint.format.verify import summarise_step
@@ -79,7 +78,7 @@ def inspect(
         ]
         print_json(record)
         return
-    console = Console()
+    console = make_console()
     console.print(_make_checkpoints_table(summaries))
     if newest.committed:
         limit = len(newest.tensors) if all_tensors else _MAX_LISTED_TENSORS
@@ -129,7 +128,7 @@ def _make_checkpoints_table(summaries: list[Summary]) -> Table:
         state = "[green]committed[/]"
         if not summary.committed:
             state = f"[red]not usable[/]: {_escape(summary.problem or '')}"
-        table.add_row(str(summary.step), state, f"{summary.bytes:,}", str(len(summary.tensors)), summary.path)
+        table.add_row(str(summary.step), state, f"{summary.bytes:,}", str(len(summary.tensors)), _escape(summary.path))
     return table
 
 
@@ -176,7 +175,7 @@ def _find_differences(path: str, summary: Summary) -> dict[str, tuple[Any, Any]]
         for key in sorted(saved_section.keys() | present_section.keys()):
             saved_value = saved_section.get(key)
             present_value = present_section.get(key)
-            if saved_value != present_value:
+            if saved_value != present_value and not (saved_value == {} and present_value is None):
                 differences[f"{section}.{key}"] = (saved_value, present_value)
     return differences
 
@@ -191,7 +190,6 @@ def verify(path: str = SOURCE, as_json: bool = JSON) -> None:
 
     Example: megascale checkpoint verify runs/first
     """
-    from rich.console import Console
     from rich.table import Table
 
     from megascale.checkpoint.format.step_folders import find_steps
@@ -215,7 +213,7 @@ def verify(path: str = SOURCE, as_json: bool = JSON) -> None:
                 result = "[green]as written"
             tensors = _escape(", ".join(sorted(verdict.tensors)[:_MAX_LISTED_DAMAGED_TENSORS]))
             table.add_row(str(verdict.step), result, f"{verdict.bytes:,}", tensors)
-        Console().print(table)
+        make_console().print(table)
     damaged = [str(verdict.step) for verdict in verdicts if verdict.problems]
     if damaged:
         raise DataError(

@@ -170,10 +170,10 @@ def print_json(record: Any, indent: int | None = None) -> None:
 
 
 def make_console(**options: Any) -> Console:
-    """Return a console that does not colour numbers."""
-    from rich.console import Console
+    """Return a console that does not colour numbers, and does not cut words of tables."""
+    from megascale.cli.output_console import OutputConsole
 
-    return Console(highlight=False, **options)
+    return OutputConsole(highlight=False, **options)
 
 
 def make_text_table(*headers: str) -> Table:
@@ -196,9 +196,16 @@ def make_number_table(headers: Sequence[str], left_aligned: Sequence[str] = ()) 
 
 
 def add_rows(table: Table, rows: Iterable[Iterable[str]]) -> None:
-    """Add rows of cells to a table."""
+    """Add rows of cells to a table. Brackets in cells are markup."""
     for row in rows:
         table.add_row(*row)
+
+
+def print_marked(console: Console, mark: str, style: str, text: str) -> None:
+    """Print a line that begins with a coloured word. Brackets in `text` are printed as they are."""
+    from rich.text import Text
+
+    console.print(Text.assemble((mark, style), " ", text), soft_wrap=True)
 
 
 def join_limited(values: Sequence[Any], limit: int) -> str:

@@ -111,7 +111,7 @@ def _print_settings(settings: list[Setting]) -> None:
 
     table = _make_table("key", "default", "what it does", gap=1)
     for setting in settings:
-        description = f"{setting.description} [dim]({escape(setting.describe_values())})[/dim]"
+        description = f"{escape(setting.description)} [dim]({escape(setting.describe_values())})[/dim]"
         table.add_row(f"[bold]{setting.key}[/bold]", _format_value(setting.default), description)
     make_console().print(table)
 

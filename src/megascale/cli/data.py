@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from megascale.cli.common import JSON, print_json
+from megascale.cli.common import JSON, format_count, make_console, print_json
 from megascale.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -133,13 +133,12 @@ def build(
 
 def _print_text_build(folder: Path, result: BuildResult) -> None:
     """Print the size and compressibility of each part of a data set of plain text, and what the build skipped."""
-    from rich.console import Console
     from rich.table import Table
 
     manifest = result.manifest
-    console = Console()
+    console = make_console()
     if not result.fresh:
-        console.print(f"{folder} is already built from these inputs; nothing to do.")
+        console.print(f"{folder} is already built from these inputs; nothing to do.", markup=False, soft_wrap=True)
     table = Table("part", "documents", "tokens", "bytes", "bytes/\ntoken", "zlib -9\nbits/byte", "xz -9e\nbits/byte")
     for name, split in manifest.parts.items():
         cells = [f"{split.documents:,}", f"{split.tokens:,}", f"{split.bytes:,}", f"{split.bytes_per_token:.2f}"]
@@ -153,20 +152,21 @@ def _print_text_build(folder: Path, result: BuildResult) -> None:
     for note in manifest.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
     console.print(
-        f"Train on it with --data.train={folder}/train --data.valid={folder}/valid", soft_wrap=True, highlight=False
+        f"Train on it with --data.train={folder}/train --data.valid={folder}/valid", soft_wrap=True, markup=False
     )
 
 
 def _print_chat_build(result: ChatBuild) -> None:
     """Print the first conversation of a data set, and how many tokens of each part count in the loss."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = make_console()
     if not result.fresh:
-        console.print(f"{result.folder} is already built from these inputs; nothing to do.")
+        console.print(
+            f"{result.folder} is already built from these inputs; nothing to do.", markup=False, soft_wrap=True
+        )
     if result.sample:
-        console.print("The first conversation; tokens that count in the loss are marked:", highlight=False)
+        console.print("The first conversation; tokens that count in the loss are marked:")
         _print_marked(result.sample, console)
     table = Table("part", "conversations", "tokens", "counted", "share")
     for name, part in result.manifest.parts.items():
@@ -177,13 +177,13 @@ def _print_chat_build(result: ChatBuild) -> None:
     console.print(table)
     if result.statistics:
         longest = max(split.max_length for split in result.statistics.values())
-        console.print(f"the longest conversation has {longest:,} tokens", highlight=False)
+        console.print(f"the longest conversation has {longest:,} tokens")
     for note in result.manifest.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
     console.print(
         f"Train on it with --data.train={result.folder}/train --data.valid={result.folder}/valid",
         soft_wrap=True,
-        highlight=False,
+        markup=False,
     )
 
 
@@ -202,7 +202,7 @@ def _print_marked(text_runs: list[TextRun], console: Console) -> None:
             text.append(text_run.text, style="bold green")
         else:
             text.append(f"[[{text_run.text}]]")
-    console.print(text, soft_wrap=True, highlight=False)
+    console.print(text, soft_wrap=True)
 
 
 @data.command()
@@ -227,11 +227,10 @@ def inspect(
 
         megascale data inspect corpus_text_document --tokenizer gpt2/tokenizer.json --samples 10
     """
-    from rich.console import Console
 
     from megascale.data.dataset.description import describe_token_file, find_prefixes, list_manifest_sources
 
-    console = Console()
+    console = make_console()
     for prefix in find_prefixes(path):
         description = describe_token_file(prefix, samples, tokens, tokenizer, full=full)
         if as_json:
@@ -246,20 +245,20 @@ def _print_token_file(description: DataSetDescription, sources: list[str], conso
     from rich.table import Table
 
     shortest, median, mean, longest = description.lengths
-    console.print(f"\n[bold]{escape(description.prefix)}[/bold]: index and data agree")
+    lines = [f"\n[bold]{escape(description.prefix)}[/bold]: index and data agree"]
     for source in sources:
-        console.print(f"  made of    {escape(source)}", soft_wrap=True)
-    console.print(f"  documents  {description.documents:,} in {description.sequences:,} sequences")
-    console.print(
-        f"  tokens     {description.tokens:,} ({description.dtype}, {description.bytes:,} bytes), largest id "
-        f"{description.largest_id}"
-    )
-    console.print(f"  contents   {_COMPARISONS[description.compared]}")
+        lines.append(f"  made of    {escape(source)}")
+    lines.append(f"  documents  {description.documents:,} in {description.sequences:,} sequences")
+    size = f"{description.dtype}, {description.bytes:,} bytes"
+    lines.append(f"  tokens     {description.tokens:,} ({size}), largest id {description.largest_id}")
+    lines.append(f"  contents   {_COMPARISONS[description.compared]}")
     if description.longest_run is not None:
         length, first, token = description.longest_run
-        console.print(f"  repeated   id {token}, {length:,} times from token {first:,} on (the longest run of one id)")
-    console.print(f"  lengths    {shortest:,} to {longest:,} tokens per document, median {median:,}, mean {mean:,.1f}")
-    console.print(f"  tokenizer  {escape(description.tokenizer or 'none found; ids are shown instead of text')}")
+        lines.append(f"  repeated   id {token}, {length:,} times from token {first:,} on (the longest run of one id)")
+    lines.append(f"  lengths    {shortest:,} to {longest:,} tokens per document, median {median:,}, mean {mean:,.1f}")
+    lines.append(f"  tokenizer  {escape(description.tokenizer or 'none; ids are shown instead of text')}")
+    for line in lines:
+        console.print(line, soft_wrap=True)
     table = Table("tokens in a document", "documents", "")
     largest_count = max((count for _, _, count in description.histogram), default=1)
     for start, stop, count in description.histogram:
@@ -267,7 +266,7 @@ def _print_token_file(description: DataSetDescription, sources: list[str], conso
     console.print(table)
     for document, text in description.samples:
         console.print(f"[bold]document {document:,} begins[/bold]")
-        console.print(text, markup=False, highlight=False, style="dim")
+        console.print(text, markup=False, style="dim")
 
 
 @data.command()
@@ -293,13 +292,19 @@ def ledger(
         megascale data ledger runs/stdlib --full
     """
     from megascale.data.dataset.ledger import check_ledger
+    from megascale.train.run_folder import RunFolder
 
     run_ledger = _read_ledger(run)
     file = run_ledger.file
     if not file.exists():
         raise DataError(f"{run} has no ledger ({file} is missing): it has not trained a step yet, or lost its history")
+    if not run_ledger.records:
+        raise DataError(
+            f"{file} has no steps, so it proves nothing: the run has not trained a step, or lost its history"
+        )
+    saved_step = RunFolder(run).find_last_saved_step() or 0
     source = _open_samples(run_ledger.config) if draw else None
-    result = check_ledger(run_ledger.records, source, full=full)
+    result = check_ledger(run_ledger.records, source, full=full, saved_step=saved_step)
     if source is not None:
         source.close()
     if as_json:
@@ -371,6 +376,8 @@ def _print_proof(result: LedgerReport, draw: bool) -> None:
     statement = "each sample was trained once"
     if result.unaccounted_samples:
         statement = "each other sample was trained once"
+    if result.lost_steps:
+        statement = statement.replace("sample", f"sample of the {format_count(result.steps, 'step')} with a line")
     if draw:
         statement += ", as the seed and the files determine it"
     typer.echo(statement)
@@ -437,7 +444,6 @@ def packing(
 
         megascale data packing
     """
-    from rich.console import Console
 
     from megascale.config import DataConfig
     from megascale.data.dataset.description import find_prefixes
@@ -454,7 +460,7 @@ def packing(
     if as_json:
         print_json([_describe_packing(row) for row in rows])
     else:
-        _print_packings(rows, f"{sequence_length:,} tokens and at most {limit:,} documents per sample", Console())
+        _print_packings(rows, f"{sequence_length:,} tokens and at most {limit:,} documents per sample", make_console())
 
 
 def _describe_packing(row: PackingRow) -> dict[str, Any]:

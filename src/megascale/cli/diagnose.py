@@ -51,6 +51,8 @@ def doctor(
 
       megascale doctor --cluster kubernetes --namespace training
     """
+    from rich.markup import escape
+
     findings = _examine(cluster, namespace, kubeconfig)
     if as_json:
         print_json([vars(finding) for finding in findings], indent=2)
@@ -58,7 +60,8 @@ def doctor(
     table = make_text_table("", "what", "found", "what follows")
     marks = {"good": "[green]ok[/green]", "slow": "[yellow]slow[/yellow]", "missing": "[red]no[/red]"}
     for finding in findings:
-        table.add_row(marks[finding.verdict], finding.subject, finding.value, finding.advice)
+        texts = map(escape, (finding.subject, finding.value, finding.advice))
+        table.add_row(marks[finding.verdict], *texts)
     make_console().print(table)
 
 

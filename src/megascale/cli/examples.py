@@ -30,6 +30,7 @@ def examples(
 
       megascale examples examples
     """
+    from megascale.core.atomic_files import write_atomically
     from megascale.errors import ConfigError
 
     files = sorted(file for file in find_examples().iterdir() if file.is_file())
@@ -44,7 +45,7 @@ def examples(
             text = file.read_text(encoding="utf-8")
             if target.exists() and target.read_text(encoding="utf-8") != text:
                 raise ConfigError(f"{target} exists and differs from the shipped example; name another folder")
-            target.write_text(text, encoding="utf-8")
+            write_atomically(target, text)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{target} cannot be written: {error}; name another folder") from None
         typer.echo(f"wrote {target}")

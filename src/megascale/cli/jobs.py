@@ -56,6 +56,8 @@ def jobs(
 
     Works with and without a running driver. Example: megascale jobs
     """
+    from rich.markup import escape
+
     from megascale.resilience.driver.state.journal import JOURNAL_FILE
 
     folders = [runs]
@@ -68,7 +70,6 @@ def jobs(
         print_json(rows)
         return
     table = _make_table("run", "phase", "attempt", "step", "ranks", "nodes", "driver", "last decision")
-    table.columns[0].overflow = "fold"
     for row in rows:
         driver = "running" if row["driver"] else "none"
         cells = [
@@ -81,7 +82,7 @@ def jobs(
             driver,
             row["why"],
         ]
-        add_rows(table, [map(str, cells)])
+        add_rows(table, [[escape(str(cell)) for cell in cells]])
     make_console().print(table)
 
 

@@ -6,6 +6,7 @@ import errno
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
@@ -212,14 +213,22 @@ def _exit_with(error: MegascaleError) -> NoReturn:
     sys.exit(error.exit_code)
 
 
+def _is_interruption(error: SystemExit) -> bool:
+    """Return whether typer exits because of a KeyboardInterrupt, which it does without a message."""
+    context = error.__context__
+    return isinstance(context, typer.Exit) and isinstance(context.__cause__, KeyboardInterrupt)
+
+
 def run_app(make_app: Callable[[], typer.Typer]) -> None:
     """Make an app and run it. Errors of the package print a message and exit with their exit code."""
     try:
         hide_secrets()
-        try:
-            make_app()()
-        finally:
-            sys.stdout.flush()
+        warnings.filterwarnings("ignore", module=r"megascale\.")  # the log has them, without lines of the source
+        with terminal.interrupt_on_termination():
+            try:
+                make_app()()
+            finally:
+                sys.stdout.flush()
     except MegascaleError as error:
         _exit_with(error)
     except ModuleNotFoundError as error:
@@ -227,6 +236,10 @@ def run_app(make_app: Callable[[], typer.Typer]) -> None:
         if extra_error is None:
             raise
         _exit_with(extra_error)
+    except SystemExit as error:
+        if _is_interruption(error):
+            typer.secho("interrupted", fg="yellow", err=True)
+        raise
     except KeyboardInterrupt:
         typer.secho("interrupted", fg="yellow", err=True)
         sys.exit(EXIT_INTERRUPTED)

@@ -42,6 +42,7 @@ def monitoring(
 
       megascale monitoring monitoring --targets /data/targets
     """
+    from megascale.core.atomic_files import write_atomically
     from megascale.errors import ConfigError
     from megascale.observe.prometheus import get_rules_file
     from megascale.observe.prometheus.dashboards import make_fleet_dashboard, make_run_dashboard
@@ -56,7 +57,7 @@ def monitoring(
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, text in contents.items():
-            (out / name).write_text(text)
+            write_atomically(out / name, text)
             typer.echo(f"wrote {out / name}")
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror or error}; name a folder of your own") from None

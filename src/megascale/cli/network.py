@@ -328,7 +328,7 @@ def ecmp(
             "mean flow, hashed": [row["hashed"]["slowdown"] for row in rows],
             "slowest flow, whole path": [row["path_worst"] for row in rows],
         }
-        plot_lines(counts, series, plot, "queue pairs per flow", "time relative to no conflicts", log=True)
+        plot_lines(counts, series, plot, xlabel="queue pairs per flow", ylabel="time relative to no conflicts")
 
 
 def flows(

@@ -22,6 +22,7 @@ from megascale.cli.common import (
     make_scenario,
     print_choice,
     print_json,
+    print_marked,
     write_text,
 )
 from megascale.errors import ConfigError, FitError
@@ -127,8 +128,9 @@ def _choose_missing_settings(config: Config, gpus: int, device: str, memory_gib:
 
     Raises FitError if no layout fits, naming a number of GPUs for which a layout fits.
     """
+    from megascale.core.inventory import has_experts
     from megascale.simulate.cluster import set_value
-    from megascale.simulate.defaults import assume_vocabulary, choose_batch, choose_layout, has_experts, has_layout
+    from megascale.simulate.defaults import assume_vocabulary, choose_batch, choose_layout, has_layout
 
     config_with_vocabulary = assume_vocabulary(config)
     if has_layout(config_with_vocabulary):
@@ -198,7 +200,7 @@ def _print_plan(cost: LayoutCost, console: Console) -> None:
     _print_schedule(cost, console)
     _print_traffic(cost, console)
     for note in cost.notes():
-        console.print(f"[yellow]note[/yellow]: {note}", soft_wrap=True)
+        print_marked(console, "note:", "yellow", note)
 
 
 def _print_layout(cost: LayoutCost, console: Console) -> None:

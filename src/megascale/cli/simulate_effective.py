@@ -134,4 +134,4 @@ def _print_effective(record: dict[str, Any], sources: dict[str, str]) -> None:
         f"Young-Daly {record['young_daly_s']:.0f} s)"
     )
     for key, value in record["faults"].items():
-        console.print(f"[dim]  {key} = {value:g}: {sources[key]}[/dim]", soft_wrap=True)
+        console.print(f"  {key} = {value:g}: {sources[key]}", style="dim", markup=False, soft_wrap=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from megascale.cli.common import JSON, check_finite, make_console, print_json, require_package
+from megascale.cli.common import JSON, check_finite, make_console, print_json, print_marked, require_package
 from megascale.errors import ConfigError
 
 CALIBRATION = typer.Option(None, "--calibration", help="Shipped calibration or TOML file; default: the cluster's own.")
@@ -67,8 +67,8 @@ def calibrate(
         value = getattr(calibration.constants, key)
         console.print(f"{key} = {value:.4g} ± {error:.2g}")
     for warning in calibration.warnings:
-        console.print(f"[yellow]warning[/yellow]: {warning}", soft_wrap=True)
-    console.print(f"written to {out}; use it with --calibration {out}")
+        print_marked(console, "warning:", "yellow", warning)
+    console.print(f"written to {out}; use it with --calibration {out}", markup=False, soft_wrap=True)
 
 
 def measure(

@@ -15,6 +15,7 @@ from megascale.cli.common import (
     has_file_argument,
     load_for_gpus,
     make_scenario,
+    print_marked,
 )
 from megascale.errors import ConfigError
 
@@ -157,4 +158,4 @@ def write_csv(rows: list[dict[str, Any]], path: Path) -> None:
 def print_skipped(skipped: list[str], console: Any) -> None:
     """Print a line per layout or variant that cannot run, with the reason."""
     for text in skipped:
-        console.print(f"[yellow]skipped[/yellow] {text}", soft_wrap=True)
+        print_marked(console, "skipped", "yellow", text)

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from megascale.cli.common import JSON, make_console, print_choice, print_json, split_option
+from megascale.cli.common import JSON, make_console, print_choice, print_json, print_marked, split_option
 from megascale.cli.simulate_measured import CALIBRATION, SOFTWARE
 from megascale.cli.simulate_options import (
     CHOICE_REASON,
@@ -132,7 +132,7 @@ def sweep(
     scenarios = [base]
     if against != "none":
         scenarios.insert(0, make_baseline(base, against or "megatron-2023", calibration))
-    rows, skipped = sweep_rows(base, axes, scenarios=scenarios, level=parse_level(level), check_memory=memory)
+    rows, skipped = sweep_rows(axes, scenarios=scenarios, level=parse_level(level), check_memory=memory)
     keys = [key for key, _ in axes]
     if as_json:
         print_json({"rows": rows, "left_out": skipped}, indent=2)
@@ -180,7 +180,7 @@ def _print_sweep(rows: list[dict[str, Any]], keys: list[str], skipped: list[str]
     if rows:
         render.show_rows(headers, table_rows, console=console, title=title)
     for text in _list_common_cautions(rows):
-        console.print(f"[yellow]caution[/yellow] {text}", soft_wrap=True)
+        print_marked(console, "caution", "yellow", text)
     print_skipped(skipped, console)
 
 

@@ -106,6 +106,7 @@ def _print_dry_run(config: Config, world: int) -> None:
 
 def _print_start(description: RunDescription) -> None:
     """Print a table of the run's sizes and layout before the first step."""
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
@@ -113,7 +114,7 @@ def _print_start(description: RunDescription) -> None:
     rows = [("run folder", str(description.config.run_folder))]
     rows += _describe_sizes(description) + _describe_layout(description.config, world)
     for label, value in rows:
-        table.add_row(f"[dim]{label}[/dim]", value)
+        table.add_row(f"[dim]{label}[/dim]", escape(value))
     make_console().print(table)
 
 

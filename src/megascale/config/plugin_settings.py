@@ -24,7 +24,6 @@ class PluginSetting:
     Attributes:
         key: section.key.
         owner: setting and value that select the part which reads this setting, such as optimizer.name=lion.
-        default: value if the key is not given.
     """
 
     key: str
@@ -53,7 +52,6 @@ def register_setting(key: str, value_type: Any, default: Any, description: str, 
     Args:
         key: section.key of an existing section.
         value_type: type of the value, such as float, int, bool, str or a Literal.
-        default: value if the key is not given.
         description: help text, without the default and the limits.
         owner: setting and value that select the part which reads this setting, such as optimizer.name=lion. A
             configuration that has the key without this value is an error.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TypeVar
@@ -54,17 +54,20 @@ class Registry(dict[str, T]):
 
     Args:
         key: the setting, section.key, for error messages.
-        entries: built-in entries.
         home: package with modules that register the entry of their own name when they are imported; "" for none.
+        module_names: names of those modules of `home`, for error messages.
 
     Attributes:
         builtin_names: names of the built-in entries.
     """
 
-    def __init__(self, key: str, entries: Mapping[str, T] | None = None, home: str = "") -> None:
+    def __init__(
+        self, key: str, entries: Mapping[str, T] | None = None, home: str = "", module_names: Sequence[str] = ()
+    ) -> None:
         super().__init__(entries or {})
         self.key = key
         self._home = home
+        self._module_names = tuple(module_names)
         self.builtin_names = frozenset(self)
 
     def register(self, name: str, entry: T) -> None:
@@ -106,9 +109,10 @@ class Registry(dict[str, T]):
         return name
 
     def _describe_unknown(self, name: str) -> str:
-        nearest = difflib.get_close_matches(name, self, n=1)
+        names = list(dict.fromkeys((*self, *self._module_names)))
+        nearest = difflib.get_close_matches(name, names, n=1)
         if nearest:
             suggestion = f"did you mean {nearest[0]!r}? "
         else:
             suggestion = ""
-        return f"{self.key}={name!r} is not known; {suggestion}choose among {', '.join(map(repr, self))}"
+        return f"{self.key}={name!r} is not known; {suggestion}choose among {', '.join(map(repr, names))}"

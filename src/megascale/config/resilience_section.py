@@ -69,6 +69,11 @@ class ResilienceConfig(Section):
     test_spares: bool = Field(
         True, description="run the self-checks on spares while they wait, and remove a spare that fails"
     )
+    prepare_spares: bool = Field(
+        True,
+        description="start processes on spares that wait for ranks: they prepare their GPUs, run a step of a small "
+        "model, which compiles the run's kernels, and page-lock memory for snapshots; needs keep_seconds above 0",
+    )
     placement: str | None = Field(
         None,
         min_length=1,

@@ -49,7 +49,6 @@ class AdapterSpec:
         return self.alpha / self.rank
 
     def is_target(self, tensor: LogicalTensor) -> bool:
-        """Return whether a logical tensor has an adapter."""
         return can_adapt(tensor) and (not self.targets or name_within_layer(tensor) in self.targets)
 
     def make_pair(self, matrix: LogicalTensor) -> tuple[LogicalTensor, LogicalTensor]:
@@ -83,11 +82,6 @@ def name_within_layer(tensor: LogicalTensor) -> str:
     return name.removesuffix(_SUFFIX)
 
 
-def base_name(adapter: str) -> str:
-    """Return the name of the matrix that a factor, such as `layers.3.mlp.in.lora_a`, belongs to."""
-    return adapter.removesuffix(LORA_A).removesuffix(LORA_B) + _SUFFIX
-
-
 def is_adapter(name: str) -> bool:
     """Return whether a logical tensor is a factor of an adapter."""
     return name.endswith((LORA_A, LORA_B))
@@ -113,11 +107,7 @@ def list_adapters(model: ModelConfig, spec: AdapterSpec) -> tuple[AdaptedMatrix,
 
 
 def count_adapter_elements(model: ModelConfig, spec: AdapterSpec, layers: ChunkLayers, tensor: int = 1) -> int:
-    """Return the number of elements of a chunk's adapters on one tensor-parallel rank.
-
-    Args:
-        tensor: number of tensor-parallel ranks.
-    """
+    """Return the number of elements of a chunk's adapters on one tensor-parallel rank."""
     return sum(prod(factor.local_shape(tensor)) for factor in _list_chunk_factors(model, spec, layers))
 
 
@@ -130,7 +120,6 @@ def count_adapter_state(
 
     Args:
         optimizer: name of the optimizer.
-        tensor: number of tensor-parallel ranks.
     """
     list_state_names = OPTIMIZERS[optimizer].state_names
     total = 0

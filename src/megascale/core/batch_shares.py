@@ -11,7 +11,6 @@ class BatchShares:
 
     Attributes:
         microbatches: micro-batches of a step, over all replicas.
-        replicas: number of replicas.
     """
 
     microbatches: int

@@ -150,12 +150,10 @@ class CallLog(NullCallLog):
         return index << _SEQUENCE_BITS | sequence
 
     def begin_wait(self, call: int) -> None:
-        """Record that the host now waits for the call with this handle."""
         if call >= 0:
             self._write_wait(call >> _SEQUENCE_BITS, pid=0, sequence=call & _SEQUENCE_MASK)
 
     def end_call(self, call: int) -> None:
-        """Record that the call has ended."""
         if call < 0:
             return
         index = call >> _SEQUENCE_BITS
@@ -164,21 +162,17 @@ class CallLog(NullCallLog):
         self._write_idle()
 
     def set_action(self, action: bytes, chunk: int = -1, microbatch: int = -1, index: int = -1) -> None:
-        """Record the action of the schedule that this rank executes."""
         self._position = (index, chunk, microbatch & _NO_MICROBATCH, action)  # the file's micro-batch is unsigned
         self._write_position()
 
     def begin_step(self, step: int) -> None:
-        """Record that a step begins."""
         self._step = step
         self.set_action(b"")
 
     def begin_data_wait(self, pid: int = 0) -> None:
-        """Record that this rank waits for samples, from process `pid` if another process reads them."""
         self._write_wait(_WAITING_FOR_DATA, pid, sequence=0)
 
     def end_data_wait(self) -> None:
-        """Record that the samples have arrived."""
         self._write_idle()
 
     @property
@@ -238,7 +232,6 @@ class Call:
     """A collective or transfer that a rank started.
 
     Attributes:
-        group: name of the group.
         sequence: position of this call among the rank's calls on the group, from 1.
         op: operation, one of OPS.
         bytes: size of the message.
@@ -294,7 +287,6 @@ class CallRecord:
         groups: counts of calls by name of the group.
         calls: the rank's last calls, in the order in which it started them.
         is_complete: whether `calls` goes back to the start of the run.
-        host: name of the rank's host.
     """
 
     rank: int

@@ -64,7 +64,6 @@ class PlannedCapture:
     """A capture that a step needs.
 
     Attributes:
-        chunk: index of the chunk.
         microbatch: the first micro-batch of the step that the capture replays.
         flight_index: index of this micro-batch among the chunk's replayed micro-batches in flight.
     """

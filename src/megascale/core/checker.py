@@ -53,12 +53,10 @@ class CheckReport:
         messages: number of transfers between stages in a training step.
         in_flight: for each stage, the maximum number of forwards (of a chunk and micro-batch) whose backward has not
             run.
-        transitions: number of transitions of the run, which are steps of stages and deliveries.
     """
 
     messages: int
     in_flight: tuple[int, ...]
-    transitions: int
 
 
 def channel_communicator(channel: Channel) -> Hashable:
@@ -83,11 +81,11 @@ def check_schedule(
     machine = Machine(schedule, communicator)
     passed, delivered = machine.start()
     rng = None if seed is None else random.Random(seed)
-    transitions = machine.run(passed, delivered, rng)
+    machine.run(passed, delivered, rng)
     if not machine.is_finished(passed, delivered):
         raise ScheduleError(f"the schedule {schedule.name} deadlocks: {machine.describe(passed, delivered)}")
     in_flight = tuple(schedule.count_in_flight(stage) for stage in range(schedule.stages))
-    return CheckReport(sum(delivered), in_flight, transitions)
+    return CheckReport(sum(delivered), in_flight)
 
 
 def check_order(schedule: Schedule) -> None:
@@ -297,7 +295,6 @@ class _CommunicatorEnd:
     """One end of a communicator, with the operations that its stage posts there in a training step, in order.
 
     Attributes:
-        stage: the stage.
         positions: position of each operation in the stage's list.
         is_send: whether each operation is a send.
         message_ids: id of each operation's message (see `_number_messages`).
@@ -426,12 +423,11 @@ class Machine:
             raise ScheduleError(f"{first} of stage {a.stage} meets {second} of stage {b.stage}")
         return True
 
-    def run(self, passed: list[int], delivered: list[int], rng: random.Random | None = None) -> int:
-        """Take transitions, changing the state in place, until none is enabled; return their number.
+    def run(self, passed: list[int], delivered: list[int], rng: random.Random | None = None) -> None:
+        """Take transitions, changing the state in place, until none is enabled.
 
         The order is random with `rng`.
         """
-        transition_count = 0
         # A candidate is stage s as s, or communicator c as ~c. Each transition adds the candidates that it may enable.
         candidates = list(range(len(passed)))
         while candidates:
@@ -455,8 +451,6 @@ class Machine:
                 delivered[comm] += 1
                 candidates.append(candidate)
                 candidates += [end.stage for end in self.ends[comm]]
-            transition_count += 1
-        return transition_count
 
     def describe(self, passed: list[int], delivered: list[int]) -> str:
         """Return a text that names each blocked stage's next action and the action for which it waits."""

@@ -42,7 +42,6 @@ class ExitRecord:
     """Why a process ended. The types are the schema of the record in status files and heartbeats.
 
     Attributes:
-        kind: the fault.
         rank: the rank at fault, -1 for the rank that wrote the record.
         step: the step in which the fault occurred, 0 if it was outside of a step or the step is unknown.
         subject: the tensor, device or disk that is at fault, "" if unknown.

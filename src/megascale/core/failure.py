@@ -21,6 +21,13 @@ _REPEAT_INTERVAL = 60.0  # seconds before the same failure is logged again
 _MAX_FOLDER_CHARACTERS = 200
 
 
+def describe_full_disk(error: OSError) -> str:
+    """Return the cause of an error in DISK_FULL_ERRNOS, and its remedy without the step that follows."""
+    if error.errno == errno.EFBIG:
+        return f"a file is at its size limit ({error}); raise the limit (`ulimit -f`, or of the file system)"
+    return f"the disk is full ({error}); free space there"
+
+
 def iterate_causes(error: BaseException) -> Iterator[BaseException]:
     """Yield an exception and then its causes and contexts, including suppressed contexts."""
     visited: set[int] = set()

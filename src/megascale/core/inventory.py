@@ -234,7 +234,6 @@ def _attention_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:
 
 
 def _attention_saved_activations(layer: LayerSpec) -> list[SavedActivation]:
-    """Return the activations that causal attention saves."""
     mixer = layer.mixer
     d = mixer.head_size
     saved = [SavedActivation("query_key_value", (mixer.heads + 2 * mixer.kv_heads) * d, "columns", has_gradient=True)]

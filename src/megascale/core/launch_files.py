@@ -58,8 +58,6 @@ class PlacementFile:
     """Assignment of a job's hosts to machines.
 
     Attributes:
-        strategy: strategy of the placement.
-        grid: the job's grid.
         hosts: index in the fabric of the machine of each of the job's hosts, in rank order.
         nodes: names of these machines; None if only their indices are known.
     """

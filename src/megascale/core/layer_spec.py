@@ -21,7 +21,6 @@ class RopeSpec:
 
     Attributes:
         width: number of entries of a head that are rotated, from the first one on.
-        base: base of the angles.
         interleaved: whether a pair is two neighbouring entries, instead of one entry of each half of the rotated width.
         scaling: scaling of the angles; None: no scaling.
     """
@@ -205,7 +204,6 @@ class LayerSpec:
         output_init_std: the same for the output matrices of attention and MLP (GPT-2).
         mixer: an AttentionSpec, or the specification of a registered attention, which has a `name`.
         feed_forward: a DenseSpec, or the specification of a registered MLP, which has a `name`.
-        norms: norms and their placement.
         residual_multiplier: factor of the outputs that attention and MLP add to the residual stream.
     """
 

@@ -53,21 +53,6 @@ class ChunkLayers:
                 yield layer, "attention" if has_attention else "mlp"
 
     @property
-    def attention_count(self) -> int:
-        """Number of layers whose attention is in the chunk."""
-        return (self.stop_half + 1) // 2 - (self.first_half + 1) // 2
-
-    @property
-    def mlp_count(self) -> int:
-        """Number of layers whose MLP is in the chunk."""
-        return self.stop_half // 2 - self.first_half // 2
-
-    @property
-    def whole_count(self) -> int:
-        """Number of layers that are completely in the chunk."""
-        return max(0, self.stop_half // 2 - (self.first_half + 1) // 2)
-
-    @property
     def layer_count(self) -> int | float:
         """Number of layers; half a layer counts 0.5."""
         half_count = self.stop_half - self.first_half
@@ -123,7 +108,6 @@ def split_layers(
     layers are distributed over its chunks in the same way. Without `explicit`, every chunk gets at least one layer.
 
     Args:
-        layers: number of layers of the model.
         chunks: number of chunks over all stages.
         embedding_cost, logits_cost: work of the embedding (first chunk) and of the logits (last chunk), as a multiple
             of a layer's work.

@@ -35,8 +35,6 @@ class Layout:
     Training, planner and preflight read them here instead of computing them again from the configuration.
 
     Attributes:
-        config: the resolved configuration.
-        grid: sizes of the axes.
         microbatches: micro-batches per data-parallel rank and step. A rank that reads fewer samples fills up with
             micro-batches without loss weight.
         layers: layers of each model chunk, in model order; `chunk_map` has the chunks' stages.
@@ -115,16 +113,13 @@ class Layout:
             return None
         return assign_chunk_slots(self.schedule(), stage)
 
-    def stage_memory(
-        self, stage: int, limit: float | None = None, uses_gpus: bool = True
-    ) -> tuple[MemoryEstimate, str]:
-        """Return the peak memory of a rank of `stage`, and why its chunks are not CUDA graphs ("" if they are).
+    def stage_memory(self, stage: int, limit: float | None = None) -> tuple[MemoryEstimate, str]:
+        """Return the peak memory of a GPU's rank of `stage`, and why its chunks are not CUDA graphs ("" if they are).
 
         Args:
             limit: bytes that the rank may use, if known. kernels.graphs=auto uses graphs only if they fit.
-            uses_gpus: whether the layout runs on GPUs; on CPUs there are no CUDA graphs.
         """
-        return estimate_rank_memory(self.config, self.grid, self.schedule(), stage, limit, uses_gpus)
+        return estimate_rank_memory(self.config, self.grid, self.schedule(), stage, limit)
 
     def stage_layers(self, stage: int) -> list[ChunkLayers]:
         """Return the layers of each chunk of a stage, chunk 0 first."""

@@ -108,11 +108,6 @@ def _count_outer_parameters(model: ModelConfig, tensor: int) -> _OuterCounts:
     )
 
 
-def count_layer_parameters(layer: LayerSpec, tensor: int = 1) -> int:
-    """Return the parameters of one layer on one tensor-parallel rank, with replicated norms and row-parallel biases."""
-    return count_elements(layer_inventory(layer), tensor)
-
-
 def count_chunk_parameters(
     model: ModelConfig,
     layers: ChunkLayers,

@@ -71,10 +71,9 @@ class ActionGraph:
     its RECV share one transfer, stored at the SEND's index.
 
     Attributes:
-        schedule: the compiled schedule.
         stage, kind, chunk, microbatch: int arrays [actions].
         partner: index of the action on the other side of a SEND or RECV, else -1.
-        predecessors: [actions, 5 + send_channels] indices of the actions whose end an action awaits, -1 where none.
+        predecessors: [actions, 5 + channels] indices of the actions whose end an action awaits, -1 where none.
             _PREVIOUS_COMPUTE (0): the compute before it in the list (for a reduction the backward that it arms).
             _TRANSFER (1): for a compute its transfer; for a transfer the compute before its RECV on the other stage.
             _GATHER (2): for a compute its chunk's gather.
@@ -83,7 +82,6 @@ class ActionGraph:
             _LAST_SENDS (5) and later: the last send on each of the stage's channels, if transfers are exposed.
         levels: indices of all actions but RECVs in topological order, level by level. An action awaits actions of
             earlier levels only.
-        send_channels: largest number of channels on which a stage sends.
     """
 
     schedule: Schedule
@@ -94,7 +92,6 @@ class ActionGraph:
     partner: np.ndarray
     predecessors: np.ndarray
     levels: tuple[np.ndarray, ...]
-    send_channels: int
 
     @classmethod
     def compile(cls, schedule: Schedule) -> ActionGraph:
@@ -112,7 +109,6 @@ class ActionGraph:
             partner=partner,
             predecessors=predecessors,
             levels=_find_topological_levels(predecessors, ~make_kind_mask(kind, *RECEIVES)),
-            send_channels=int(channel.max(initial=-1)) + 1,
         )
 
     def with_extra_waits(self, extra_predecessors: np.ndarray) -> ActionGraph:
@@ -197,7 +193,6 @@ class Timeline:
     """Start and end of each action.
 
     Attributes:
-        graph: the replayed graph.
         start, end: [actions] or [actions, replicas]. A transfer's SEND and RECV both end with it; each starts when
             its side has posted it.
         transfer_start: as `start`, but for SEND and RECV the time at which both sides were ready and bytes start to
@@ -232,47 +227,6 @@ class Timeline:
         """Idle over busy time of the busiest stage's compute stream: (p-1)/(v m) in the ideal case."""
         busy = self.busy.max(axis=0)
         return (self.makespan - busy) / busy
-
-    def idle_times(self) -> dict[str, np.ndarray]:
-        """Return the idle time of each stage's compute stream by cause: arrays [stages] or [stages, replicas].
-
-        The idle times and `busy` add up to the makespan. The causes are:
-            send: bytes of an awaited transfer, or of a full send buffer, were moving.
-            gather: parameters were being gathered.
-            reduce: gradients were being reduced after the last compute.
-            bubble: the remaining time, in which the stage waits for other stages.
-        """
-        graph = self.graph
-        replicas = self.end.shape[1:]
-        # A gap is the idle time before a compute, from `idle_from` to the start of the compute.
-        computes = np.flatnonzero(graph.is_compute)
-        previous = graph.predecessors[computes, _PREVIOUS_COMPUTE]
-        idle_from = np.where(_as_column(previous >= 0, len(replicas)), self.end[previous], 0.0)
-        gap = self.start[computes] - idle_from
-        stages = graph.stage[computes]
-        shape = (graph.schedule.stages, *replicas)
-        idle = {name: np.zeros(shape) for name in ("send", "gather", "reduce", "bubble")}
-        last_sends = range(_LAST_SENDS, _LAST_SENDS + graph.send_channels)
-        # Each awaited action takes the part of the gap in which it ran; the remaining part is bubble.
-        for name, columns in (("gather", (_GATHER,)), ("send", (_TRANSFER, _BUFFER_SEND, *last_sends))):
-            for column in columns:
-                awaited = graph.predecessors[computes, column]
-                run_start = np.maximum(self.transfer_start[awaited], idle_from)
-                run_end = np.minimum(self.end[awaited], self.start[computes])
-                run_time = np.maximum(run_end - run_start, 0.0)
-                explained = np.minimum(np.where(_as_column(awaited >= 0, len(replicas)), run_time, 0.0), gap)
-                np.add.at(idle[name], stages, explained)
-                gap = gap - explained
-        np.add.at(idle["bubble"], stages, gap)
-        # After the last compute of a stage come its reductions, and then the wait for all other stages.
-        compute_end = np.zeros_like(self.busy)
-        np.maximum.at(compute_end, stages, self.end[computes])
-        reductions = np.flatnonzero(graph.kind == ActionKind.REDUCE_GRADS)
-        reduction_end = compute_end.copy()
-        np.maximum.at(reduction_end, graph.stage[reductions], self.end[reductions])
-        idle["reduce"] += reduction_end - compute_end
-        idle["bubble"] += self.makespan - reduction_end
-        return idle
 
     def overlap(self, stream: str, other_stream: str) -> np.ndarray:
         """Return how long `other_stream` of the same stage is busy during each action on `stream`.
@@ -338,11 +292,6 @@ def replay_schedule(schedule: Schedule | ActionGraph, durations: np.ndarray | Du
     posted_after = predecessors[transfers][:, (_PREVIOUS_COMPUTE, _STREAM_PREVIOUS)]
     start[transfers] = end[posted_after].max(axis=1)
     return Timeline(graph, start, end[:-1], transfer_start)
-
-
-def _as_column(mask: np.ndarray, extra_dims: int) -> np.ndarray:
-    """Return the mask with `extra_dims` axes of size one appended."""
-    return mask.reshape(-1, *([1] * extra_dims))
 
 
 def _busy_between(

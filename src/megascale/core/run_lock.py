@@ -72,9 +72,6 @@ def started_by_driver() -> bool:
 class RunLock:
     """Lock that this process holds until `release` or its end.
 
-    Args:
-        descriptor: descriptor of the locked file.
-
     Attributes:
         warning: why the lock may not exclude other processes, and which other users may write into the folder; "" if
             neither applies.
@@ -278,7 +275,6 @@ def _try_lock(path: Path, kind: int, grace_period: float) -> RunLock | None:
 
 
 def _describe_self(command: str, driver: bool) -> Holder:
-    """Return this process as a holder."""
     return Holder(command, socket.gethostname(), os.getpid(), since=time.strftime("%F %T"), driver=driver)
 
 

@@ -117,7 +117,6 @@ class Action(NamedTuple):
     """One action of a stage.
 
     Attributes:
-        kind: kind of the action.
         chunk: index of the model chunk on this stage, 0 to v-1. For a SEND or RECV it is the chunk that produces or
             consumes the tensor *on this stage* (the peer's chunk may differ: see Schedule.peer).
         microbatch: 0 to m-1; -1 for GATHER_PARAMS and for a REDUCE_GRADS of the whole step.
@@ -144,7 +143,6 @@ class Schedule:
     """Actions of all stages.
 
     Attributes:
-        name: name of its generator.
         stages: p, number of pipeline stages.
         virtual_stages: v, model chunks per stage.
         microbatches: m, micro-batches in a step.

@@ -40,7 +40,6 @@ class ScheduleDefinition:
     """A registered schedule.
 
     Attributes:
-        build: builds the schedule.
         placement: stage of each model chunk. Layers, groups and memory of a stage depend on the placement only.
     """
 

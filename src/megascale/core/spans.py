@@ -111,7 +111,6 @@ class Span:
         job: name of the run.
         attempt: index of the run's start.
         host, rank: host and rank that did the work.
-        step: training step.
         action: label of the SpanKind, such as forward, send_forward, wait or optimizer.
         chunk, microbatch: model chunk and micro-batch, -1 where they do not apply.
         axis: grid axis along which a wait or transfer runs, else "".

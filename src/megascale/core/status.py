@@ -76,7 +76,6 @@ class Status:
 
     Attributes:
         phase: one of start, load, train, evaluate, save, done, failed, FAILED_IN_STEP, PARKED, UNOBSERVED.
-        step: training step.
         action, microbatch: position in the step; `read_status` takes both from the call log.
         time_ns: time of the last change, on this host's clock.
         message: reason of the failure.

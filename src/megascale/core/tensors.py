@@ -56,14 +56,6 @@ class Piece:
             decay = is_decayed(name, shape)
         return cls(name, shape, Box((0,) * len(shape), shape), decay)
 
-    @classmethod
-    def slice_of(cls, name: str, shape: tuple[int, ...], dim: int, index: int, parts: int) -> Piece:
-        """Return the `index`-th of `parts` equal slices along `dim`."""
-        size = shape[dim] // parts
-        offsets = tuple(index * size if d == dim else 0 for d in range(len(shape)))
-        sizes = tuple(size if d == dim else n for d, n in enumerate(shape))
-        return cls(name, shape, Box(offsets, sizes), is_decayed(name, shape))
-
 
 @dataclass(frozen=True)
 class MatrixRange:

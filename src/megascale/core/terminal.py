@@ -8,8 +8,12 @@ import os
 import select
 import signal
 import sys
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 _FULL_BUFFER_SECONDS = 1.0  # how long a write to a full non-blocking pipe waits for its reader
 _STDERR = 2  # file descriptor
 
@@ -115,6 +119,64 @@ def print_error(text: str) -> None:
     """Print a line to stderr, or drop it if stderr cannot be written."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
+
+
+def call_interruptibly(call: Callable[[], T]) -> T:
+    """Return the result of a call of a library that handles no signal until it returns, such as a wait for other ranks.
+
+    The call runs in a thread, and the caller's thread handles signals. After an exception of a signal handler the call
+    continues until the process ends.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:  # raised again in the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="interruptible call", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+class _TerminationError(KeyboardInterrupt):
+    """SIGTERM or SIGHUP.
+
+    Python ends a process by SIGINT after a KeyboardInterrupt in code that was compiled from text, such as a dataclass,
+    even if the exception was handled. A subclass keeps the exit code.
+    """
+
+
+@contextlib.contextmanager
+def interrupt_on_termination() -> Iterator[None]:
+    """Treat SIGTERM and SIGHUP like Ctrl-C in the context, so that the command removes its temporary files.
+
+    Forked children end as without the context. Commands with handlers of their own, such as `train`, replace these.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    owner = os.getpid()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        raise _TerminationError
+
+    numbers = [number for number in termination_signals() if number != signal.SIGINT]
+    previous_handlers = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous_handlers.items():
+            signal.signal(number, handler)
 
 
 def termination_signals() -> tuple[signal.Signals, ...]:

@@ -124,13 +124,11 @@ class SerialBlock(Block):
     def _run_attention(
         self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool
     ) -> ResidualStream:
-        """Run the attention with its norms."""
         x_SBH, qkv = norm_and_project(self.norm1, self.attention_in, x)
         branch = self.attention(qkv, rotary, context)
         return add_branches(self.setup, x_SBH, [branch], context, post_norm=self.post_norm1, defer_add=defer_add)
 
     def _run_mlp(self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool) -> ResidualStream:
-        """Run the MLP with its norms."""
         x_SBH, inner = norm_and_project(self.norm2, self.mlp_in, x, reader=self.mlp)
         branch = self.mlp(inner, self.mlp_in)
         return add_branches(

@@ -32,7 +32,6 @@ class DeferredResidualAdd:
     bias: Tensor | None
 
     def add(self) -> Tensor:
-        """Return the sum."""
         if self.bias is None:
             return self.residual_SBH + self.y_SBH
         return dropout_add(self.y_SBH, self.bias, self.residual_SBH, 0.0, make_dropout_key(0, 0, 0), 0, 0)

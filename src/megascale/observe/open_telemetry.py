@@ -66,7 +66,6 @@ class Recovery:
     """A recovery from one or several faults. Times are seconds since 1970; 0.0 before the event has happened.
 
     Attributes:
-        begin: time of the first fault.
         causes, evidence, nodes: causes of all faults, sentences about them, and the affected nodes.
         decided: time of the driver's last decision; it may stay 0.0.
         started: time at which the successful attempt began.
@@ -137,7 +136,6 @@ class Telemetry:
     Args:
         endpoint: base URL of the collector, such as http://collector:4318. The exporters also read environment
             variables such as OTEL_EXPORTER_OTLP_HEADERS.
-        run: the run folder.
         labels: attributes of the resource, which identify the run.
         begin: begin of this driver, seconds since 1970. An earlier driver has sent the recoveries that ended before it.
         timeout: time limit of a request with its repetitions, in seconds.

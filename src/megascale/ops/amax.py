@@ -42,7 +42,6 @@ def allocate_amax(x: Tensor) -> Tensor | None:
 
 
 def attach_amax(x: Tensor, amax: Tensor | None) -> Tensor:
-    """Return x with its amax attached."""
     if amax is not None:
         x.collected_amax = amax, x._version  # type: ignore[attr-defined]
     return x

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend
 from megascale import torch_private
 from megascale.errors import ConfigError, describe_install
 from megascale.ops import dispatch
+from megascale.ops.compiled_kernels import enable_kernel_cache
 from megascale.ops.rope import allocate_attention_gradients
 
 Backend = Callable[[Tensor, Tensor, Tensor, "int | None"], Tensor]
@@ -302,6 +303,7 @@ def softmax_with_sinks(scores: Tensor, sinks_N: Tensor) -> Tensor:
 @functools.cache
 def load_flash4() -> Any:
     """Return the module of FlashAttention-4. Raises ImportError without the package flash-attn-4."""
+    enable_kernel_cache()
     from flash_attn.cute import interface
 
     # The package's compiler warns about the package's own code for each kernel, on every rank.

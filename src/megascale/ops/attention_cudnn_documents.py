@@ -61,7 +61,6 @@ class RaggedGraph:
         self.options = {"use_padding_mask": True, "seq_len_q": lengths, "seq_len_kv": lengths}
 
     def add_input(self, name: str, layout: RaggedLayout, **options: Any) -> Any:
-        """Add an input with this name and return it."""
         offset = self._get_offset(layout.token_stride)
         tensor = self.graph.tensor(dim=layout.dim, stride=layout.stride, ragged_offset=offset, **options)
         self.inputs[name] = tensor

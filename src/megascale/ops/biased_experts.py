@@ -12,9 +12,13 @@ from torch import Tensor
 
 from megascale.ops.activation import RecomputedActivation
 from megascale.ops.expert_gemms import DEFAULT_EXPERT_GEMMS, ExpertGemms
-from megascale.ops.gradient_sink import get_sink
-from megascale.ops.grouped_gemm import accumulate_group_gradients
-from megascale.ops.grouped_linear import RowGradients, add_matrix_gradients, run_experts, run_experts_backward
+from megascale.ops.grouped_linear import (
+    RowGradients,
+    add_gradient,
+    add_matrix_gradients,
+    run_experts,
+    run_experts_backward,
+)
 from megascale.ops.linear import Operand
 from megascale.ops.routing import RoutingPlan, combine_rows
 
@@ -93,10 +97,10 @@ def add_stack_gradients(
     if stacks.in_bias is None or stacks.out_bias is None:
         return (*add_matrix_gradients(rows, x_TH, plan, in_matrices, out_matrices), None, None)
     row_weights = weights_TK[plan.row_tokens, plan.row_slots].unsqueeze(1)
-    d_out_bias = _add_gradient(stacks.out_bias, rows.dy, row_weights.to(rows.inner.dtype), plan)
-    d_out = _add_gradient(out_matrices, rows.dy, rows.activated, plan)
-    d_in = _add_gradient(in_matrices, rows.inner, x_TH[plan.row_tokens], plan)
-    d_in_bias = _add_gradient(stacks.in_bias, rows.inner, rows.inner.new_ones(len(rows.inner), 1), plan)
+    d_out_bias = add_gradient(stacks.out_bias, rows.dy, row_weights.to(rows.inner.dtype), plan)
+    d_out = add_gradient(out_matrices, rows.dy, rows.activated, plan)
+    d_in = add_gradient(in_matrices, rows.inner, x_TH[plan.row_tokens], plan)
+    d_in_bias = add_gradient(stacks.in_bias, rows.inner, rows.inner.new_ones(len(rows.inner), 1), plan)
     return d_in, d_out, d_in_bias, d_out_bias
 
 
@@ -104,30 +108,3 @@ def _find_experts(plan: RoutingPlan) -> Tensor:
     """Return the expert of each row [rows], as an index among this rank's experts."""
     rows = torch.arange(len(plan.row_tokens), dtype=plan.offsets.dtype, device=plan.offsets.device)
     return torch.searchsorted(plan.offsets[1:], rows, right=True)
-
-
-def _add_gradient(parameter: Tensor, dy: Tensor, x: Tensor, plan: RoutingPlan) -> Tensor | None:
-    """Add the gradient of matrices [experts, ..., inner] or biases [experts, ...] to their sink.
-
-    Args:
-        dy: gradients of the rows' outputs [rows, columns].
-        x: inputs of the rows [rows, inner]; for biases the factors by which they are multiplied [rows, 1].
-
-    Returns:
-        None, or the gradient if the parameter has no sink.
-    """
-    sink = get_sink(parameter)
-    if sink is None and not parameter.requires_grad:
-        return None
-    experts, inner = parameter.shape[0], x.shape[-1]
-    if sink is None:
-        wide = torch.promote_types(parameter.dtype, torch.float32)
-        gradient = torch.empty(parameter.shape, dtype=wide, device=parameter.device)
-        accumulate_group_gradients(gradient.view(experts, -1, inner), dy, x, plan.offsets, overwrite=True)
-        return gradient.to(parameter.dtype)
-    main_grad = sink.main_grad.view(experts, -1, inner)
-    accumulate_group_gradients(main_grad, dy, x, plan.offsets, overwrite=sink.should_overwrite)
-    sink.should_overwrite = False
-    sink.is_gemm_gradient = True
-    sink.ready()
-    return None

@@ -18,7 +18,6 @@ class CompileCount:
     Attributes:
         compiled: number of kernels that this process has compiled.
         loaded: number of kernels that were loaded from the node's cache.
-        compile_seconds: seconds of all compilations.
     """
 
     compiled: int = 0

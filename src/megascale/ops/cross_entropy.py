@@ -339,7 +339,6 @@ class _Head:
         self.divided_sink: GradientSink | None = None
 
     def allocate_gradients(self, needs_x: bool, needs_weight: bool, needs_bias: bool) -> None:
-        """Allocate the needed gradients of x, weight and bias."""
         if needs_x:
             self.dx_TH = torch.empty_like(self.x_TH)
         sink: GradientSink | None = getattr(self.weight, "gradient_sink", None)

@@ -111,17 +111,12 @@ def sort_tokens(tokens_T: Tensor) -> SortedTokens:
     return SortedTokens(tokens, positions, start, stop)
 
 
-def add_rows(main_VH: Tensor, tokens_T: Tensor, dy_TH: Tensor) -> None:
-    """Compute main[token] += dy[position] for the token at each position. Tokens outside main's rows are skipped.
+def add_sorted_rows(main_VH: Tensor, sorted_tokens: SortedTokens, dy_TH: Tensor, first_row: int = 0) -> None:
+    """Compute main[token - first_row] += dy[position] for the token at each position. Skip tokens outside of main.
 
     Args:
-        main_VH: float32 gradient of the embedding.
+        main_VH: float32 gradient of the embedding's rows from `first_row` on.
     """
-    add_sorted_rows(main_VH, sort_tokens(tokens_T), dy_TH)
-
-
-def add_sorted_rows(main_VH: Tensor, sorted_tokens: SortedTokens, dy_TH: Tensor, first_row: int = 0) -> None:
-    """Compute `add_rows` for rows of the embedding from `first_row` on, which `main_VH` holds."""
     vocabulary, columns = main_VH.shape
     tokens, positions, start, stop = sorted_tokens
     if first_row:
@@ -133,6 +128,16 @@ def add_sorted_rows(main_VH: Tensor, sorted_tokens: SortedTokens, dy_TH: Tensor,
     constants = {"POSITIONS": PROGRAM_POSITIONS, "BLOCK_C": BLOCK_COLUMNS}
     _groups_kernel[grid](dy_TH, main_VH, partial, tokens, positions, start, stop, vocabulary, columns, **constants)
     _long_groups_kernel[grid](main_VH, partial, tokens, start, stop, vocabulary, columns, **constants)
+
+
+def add_token_rows(main_VH: Tensor, tokens_T: Tensor, dy_TH: Tensor, first_row: int) -> None:
+    """Compute `add_rows` for rows of the embedding from `first_row` on, by the fused kernel where it can run."""
+    if main_VH.dtype == torch.float32 and use_fused("embedding", dy_TH):
+        add_sorted_rows(main_VH, sort_tokens(tokens_T), dy_TH, first_row=first_row)
+        return
+    rows_T = tokens_T - first_row
+    is_inside = (rows_T >= 0) & (rows_T < main_VH.shape[0])
+    main_VH.index_add_(0, rows_T[is_inside], dy_TH[is_inside].to(main_VH.dtype))
 
 
 def embedding_reference(tokens: Tensor, weight: Tensor, is_local: Tensor | None = None) -> Tensor:
@@ -147,7 +152,7 @@ def embedding_reference(tokens: Tensor, weight: Tensor, is_local: Tensor | None 
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, is_local: Tensor | None) -> Tensor:
-        # `add_rows` skips negative tokens.
+        # `add_sorted_rows` skips negative tokens.
         local_tokens = tokens
         if is_local is not None:
             local_tokens = torch.where(is_local, tokens, -1)
@@ -162,9 +167,12 @@ class _Embedding(torch.autograd.Function):
         dy = grads[0].reshape(-1, grads[0].shape[-1]).contiguous()
         sink = get_sink(ctx.weight)
         assert sink is not None
-        sorted_tokens = sort_tokens(tokens.reshape(-1))
-        for rows, rows_grad in sink.write_rows():
-            add_sorted_rows(rows_grad, sorted_tokens, dy, first_row=rows.start or 0)
+        if sink.keep_rows is not None:
+            sink.keep_rows(tokens.reshape(-1), dy)
+        else:
+            sorted_tokens = sort_tokens(tokens.reshape(-1))
+            for rows, rows_grad in sink.write_rows():
+                add_sorted_rows(rows_grad, sorted_tokens, dy, first_row=rows.start or 0)
         sink.ready()
         return None, None, None
 
@@ -178,6 +186,8 @@ def embedding(tokens: Tensor, weight: Tensor, is_local: Tensor | None = None) ->
         is_local: [...], false where the token's row belongs to another rank. The result is zero there.
     """
     sink: GradientSink | None = getattr(weight, "gradient_sink", None)
+    if sink is not None and sink.keep_rows is not None and torch.is_grad_enabled():
+        return _Embedding.apply(tokens, weight, is_local)  # type: ignore[no-any-return]
     if sink is None:
         is_supported = False
     elif sink.is_divided:

@@ -83,8 +83,6 @@ class _FusedGradient:
         """Write the gradient of the MLP input into its columns. Return the gradient of mlp_bias like `run_activation`.
 
         Args:
-            x_TF: MLP input.
-            dy_TF: gradient of the activation.
             recomputed_TF: the activation is written here too, if given.
         """
         assert self.grad is not None

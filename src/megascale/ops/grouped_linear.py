@@ -93,8 +93,8 @@ def add_matrix_gradients(
     rows: RowGradients, x_TH: Tensor, plan: RoutingPlan, in_matrices: Tensor, out_matrices: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of input and output matrices. A gradient is None if it was added to the parameter's sink."""
-    d_out = _add_gradient(out_matrices, rows.dy, rows.activated, plan, dy_index=rows.dy_index)
-    d_in = _add_gradient(in_matrices, rows.inner, x_TH, plan, index=plan.row_tokens)
+    d_out = add_gradient(out_matrices, rows.dy, rows.activated, plan, dy_index=rows.dy_index)
+    d_in = add_gradient(in_matrices, rows.inner, x_TH, plan, index=plan.row_tokens)
     return d_in, d_out
 
 
@@ -125,31 +125,36 @@ def _activation_backward(
     return d_inner, (activated * row_weights).to(inner.dtype), d_weights_TK
 
 
-def _add_gradient(
-    weight: Tensor,
+def add_gradient(
+    parameter: Tensor,
     dy: Tensor,
     x: Tensor,
     plan: RoutingPlan,
     index: Tensor | None = None,
     dy_index: Tensor | None = None,
 ) -> Tensor | None:
-    """Add the gradient of matrices [experts, ..., inner] to their sink. Return None, or the gradient without a sink."""
-    sink = get_sink(weight)
-    if sink is None and not weight.requires_grad:
+    """Add the gradient of matrices [experts, ..., inner] or biases [experts, ...] to their sink.
+
+    Args:
+        dy: gradients of the rows' outputs [rows, columns].
+        x: inputs of the rows [rows, inner]; for biases the factors by which they are multiplied [rows, 1].
+        index, dy_index: row of `x`, and of `dy`, for each plan row; None: the same row.
+
+    Returns:
+        None, or the gradient if the parameter has no sink.
+    """
+    sink = get_sink(parameter)
+    if sink is None and not parameter.requires_grad:
         return None
+    stack_shape = (parameter.shape[0], -1, x.shape[-1])
     if sink is None:
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        gradient = torch.empty(weight.shape, dtype=wide, device=weight.device)
-        accumulate_group_gradients(_view_stack(gradient), dy, x, plan.offsets, index, dy_index, overwrite=True)
-        return gradient.to(weight.dtype)
-    main_grad = _view_stack(sink.main_grad)
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        gradient = torch.empty(parameter.shape, dtype=wide, device=parameter.device)
+        accumulate_group_gradients(gradient.view(stack_shape), dy, x, plan.offsets, index, dy_index, overwrite=True)
+        return gradient.to(parameter.dtype)
+    main_grad = sink.main_grad.view(stack_shape)
     accumulate_group_gradients(main_grad, dy, x, plan.offsets, index, dy_index, overwrite=sink.should_overwrite)
     sink.should_overwrite = False
     sink.is_gemm_gradient = True
     sink.ready()
     return None
-
-
-def _view_stack(matrices: Tensor) -> Tensor:
-    """Return a view [experts, rows, inner] of matrices [experts, ..., inner]."""
-    return matrices.view(matrices.shape[0], -1, matrices.shape[-1])

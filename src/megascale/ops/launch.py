@@ -117,7 +117,6 @@ def make_launcher(
 
     Args:
         parameters: the kernel's parameters.
-        types: types of the positional arguments.
         calls: known calls by key.
         call_first: called as call_first(key, grid, arguments, meta, device) for a key that is not in `calls`.
 

@@ -143,7 +143,6 @@ class Gemms:
         return torch.addmm(bias, rows, weight.t(), out=out)
 
     def dgrad(self, dy: Operand, weight: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
-        """Compute dy @ weight."""
         if out is None:
             return torch.matmul(dy.data, weight)
         out, rows = out.flatten(0, -2), dy.data.flatten(0, -2)

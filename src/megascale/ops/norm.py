@@ -55,10 +55,8 @@ def add_norm_reference(
 
 
 @jit
-def _load_column(ptr, column, width, SPLIT: tl.constexpr):
-    """Load a vector over the columns in float32. SPLIT: no mask, because the first of two blocks is always full."""
-    if SPLIT:
-        return tl.load(ptr + column).to(tl.float32)
+def _load_column(ptr, column, width):
+    """Load a vector over the columns in float32."""
     return tl.load(ptr + column, mask=column < width, other=0.0).to(tl.float32)
 
 
@@ -139,7 +137,7 @@ def _forward_kernel(
     offset = row_64 * width + column[None, :]
     x_bias = 0.0
     if HAS_X_BIAS:
-        x_bias = _load_column(x_bias_ptr, column, width, False)[None, :]
+        x_bias = _load_column(x_bias_ptr, column, width)[None, :]
     if HAS_RESIDUAL:
         residual_ptr += row_64 * residual_stride + column[None, :]
     x = _load_sum(
@@ -154,7 +152,7 @@ def _forward_kernel(
     )
     if HAS_RESIDUAL:
         x = tl.where(inside, x, 0.0)
-    weight = _load_column(weight_ptr, column, width, False)
+    weight = _load_column(weight_ptr, column, width)
     if CENTRE:
         mean = tl.sum(x, 1) / width
         tl.store(mean_ptr + row, mean, mask=row < rows)
@@ -163,7 +161,7 @@ def _forward_kernel(
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
     y = x * rstd[:, None] * weight[None, :]
     if HAS_BIAS:
-        y += _load_column(bias_ptr, column, width, False)[None, :]
+        y += _load_column(bias_ptr, column, width)[None, :]
     tl.store(y_ptr + offset, y, mask=inside)
     if AMAX:
         update_amax(amax_ptr, compute_magnitude_bits(y, inside, y_ptr.dtype.element_ty))
@@ -243,7 +241,7 @@ def _backward_kernel(
     HAS_RESIDUAL: d_total_ptr has the gradient of the norm's input from its other readers.
     """
     column = tl.arange(0, BLOCK)
-    weight = _load_column(weight_ptr, column, width, False)
+    weight = _load_column(weight_ptr, column, width)
     d_weight = tl.zeros((ROWS, BLOCK), tl.float32)
     d_bias = tl.zeros((ROWS, BLOCK), tl.float32)
     d_x_bias = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -817,12 +815,10 @@ def add_norm(
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, x_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return `add_norm` with LayerNorm."""
     return add_norm(x, residual, weight, bias, eps, "layernorm", x_bias)
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, x_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return `add_norm` with RMSNorm."""
     return add_norm(x, residual, weight, bias, eps, "rmsnorm", x_bias)

@@ -55,7 +55,6 @@ class PeerMax:
     """Maximum over the ranks of a group. All ranks must make the same calls in the same order, each on one stream.
 
     Args:
-        rank: rank in the group.
         memory: memory of each rank as this process accesses it, int64 [2 x ranks], zero before the first call.
     """
 

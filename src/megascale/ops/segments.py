@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megascale.ops.dispatch import jit, tl, use_fused
+from megascale.ops.dispatch import jit, tl
 
 TILE = 4096
 # Entries of a row of `Segments.tiles`: index of the tile, start and stop of the segment within it, decay flag, tensor.
@@ -122,13 +122,6 @@ def store_tile(ptr, offset, value, low, high, FULL: tl.constexpr):
 
 
 @jit
-def _square_kernel(flat_ptr, tile_ptr, partial_ptr, TILE: tl.constexpr):
-    base, low, high, _, _ = read_tile(tile_ptr)
-    x = load_any_tile(flat_ptr + base, low, high, TILE)
-    tl.store(partial_ptr + tl.program_id(0), tl.sum(x * x, 0))
-
-
-@jit
 def _sum_by_tensor_kernel(partial_ptr, order_ptr, start_ptr, out_ptr, tiles, tensors, BLOCK: tl.constexpr):
     """Sum one quantity's partial sums of one tensor in float64, in a fixed order. The grid is (tensors, quantities)."""
     tensor = tl.program_id(0)
@@ -154,21 +147,8 @@ def sums_by_tensor(partial_QP: Tensor, segments: Segments) -> Tensor:
 
 
 def square_sums_reference(flat: Tensor, segments: Segments) -> Tensor:
-    """Compute `square_sums` in plain PyTorch."""
+    """Return the sum of squares of each tensor's elements in `flat` [n], float64 [tensors]; 0 without elements."""
     sums = torch.zeros(segments.tensor_count, dtype=torch.float64, device=flat.device)
     for segment in segments.ranges:
         sums[segment.tensor_index] += flat[segment.start : segment.stop].double().square().sum()
     return sums
-
-
-def square_sums(flat: Tensor, segments: Segments) -> Tensor:
-    """Return the sum of squares of each tensor's elements in `flat` [n], float64 [tensors]; 0 without elements.
-
-    The sums are float32 within a tile and float64 between tiles, in a fixed order.
-    """
-    if not (segments.ranges and use_fused("square sums", flat)):
-        return square_sums_reference(flat, segments)
-    tiles = segments.tiles
-    partial = torch.empty((1, tiles.shape[0]), dtype=torch.float32, device=flat.device)
-    _square_kernel[(tiles.shape[0],)](flat, tiles, partial, TILE=TILE, num_warps=8)
-    return sums_by_tensor(partial, segments)[0]

@@ -108,7 +108,6 @@ class UpdateStep:
     """Arguments of one update.
 
     Attributes:
-        learning_rate: learning rate of this step.
         number: number of the step, from 1.
         grad_scale: 0-d tensor that gradients are multiplied by (clipping); None: no scaling.
         skip: 0-d boolean tensor; if it is true, the update changes no weights and no state.

@@ -36,7 +36,6 @@ class HostMemory:
     Args:
         count: number of elements.
         dtype: type of the elements.
-        device: device that copies from and to the memory.
 
     Raises FitError if the host has less free memory, TrainingError if the memory cannot be page-locked.
     """

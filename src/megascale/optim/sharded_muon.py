@@ -43,10 +43,8 @@ class MatrixFragment:
     """Contiguous elements of a rank's shard that lie in one logical matrix.
 
     Attributes:
-        name, shape: name and shape of the logical matrix.
         box: block of the matrix that the rank's parameter holds.
         first: index of the fragment's first element within `box`, row-major.
-        length: number of elements.
     """
 
     name: str
@@ -285,7 +283,6 @@ def _concatenate(views: Sequence[torch.Tensor], state: ShardState) -> torch.Tens
 
 
 def _gather_fragments(fragments: list[MatrixFragment], axis: Axis) -> list[list[MatrixFragment]]:
-    """Return the fragments of all ranks of the axis, by rank."""
     if axis.size == 1:
         return [fragments]
     gathered: list[list[MatrixFragment]] = [[] for _ in range(axis.size)]

@@ -42,8 +42,6 @@ class Extent:
 
     Attributes:
         start, stop: range of elements within the shard.
-        spec: spec of the parameter.
-        piece: the piece of a logical tensor.
         piece_start: index of the range's first element within the piece's box.
     """
 
@@ -96,7 +94,6 @@ class ParamAndGradBuffer:
 
     Args:
         module: a chunk on the meta device. The constructor allocates its trained parameters.
-        device: device of the buffers.
         axes: the axes that the buffers communicate over.
         zero: ZeRO stage. 0 keeps all optimizer state on every rank, 1 shards the optimizer state, 2 also shards
             accumulated gradients, 3 also shards the matrices of units, which `ParameterSlots` allocates.
@@ -108,7 +105,6 @@ class ParamAndGradBuffer:
 
     Attributes:
         names: names of the logical tensors in the chunk.
-        grad_dtype: type of the gradients.
         sinks: sink of each parameter's gradient, which operators write (ops/gradient_sink.py).
         resident_start: first element of the layout that belongs to a resident parameter.
         params: parameters; with ZeRO-3 resident parameters only.
@@ -116,6 +112,7 @@ class ParamAndGradBuffer:
         grads: gradients of resident parameters.
         shard_grads: from ZeRO-2 on, this rank's shards of the gradients of units.
         bucket_by_param: index of the bucket by index of the parameter; of a divided table, the last bucket.
+        row_params: parameters whose gradients are reduced by rows (embedding_rows.py), which need no dense gradient.
         forward_order: buckets in the order in which a forward first needs them.
     """
 
@@ -189,6 +186,7 @@ class ParamAndGradBuffer:
         # Indices of parameters are in the order of the forward.
         self.forward_order = sorted(range(len(buckets)), key=lambda bucket: min(buckets[bucket].members))
         self.shards = [self._make_shard(bucket) for bucket in range(len(buckets))]
+        self.row_params: set[int] = set()
         self._overwritten_indices: list[int] = []  # parameters whose gradient the first GEMM of a step overwrites
         self._zeroed_ranges: list[torch.Tensor] | None = None  # ranges of the gradients that each step zeroes
 
@@ -272,7 +270,6 @@ class ParamAndGradBuffer:
         return unit_buckets
 
     def initialise_resident(self, seed: int) -> None:
-        """Initialise the resident parameters."""
         for i in self.resident_params:
             initialise_parameter(self.parameters[i], seed)
 
@@ -304,8 +301,9 @@ class ParamAndGradBuffer:
             i for i in self.resident_params if contribution_counts[i] == 1 and self.sinks[i].is_gemm_gradient
         ]
         starts = self.layout.starts
-        overwritten_ranges = [(starts[i], starts[i] + self.parameters[i].numel()) for i in self._overwritten_indices]
-        gaps = find_gaps(self.resident_start, self.layout.size, overwritten_ranges)
+        unzeroed_indices = [*self._overwritten_indices, *self.row_params]
+        unzeroed_ranges = [(starts[i], starts[i] + self.parameters[i].numel()) for i in unzeroed_indices]
+        gaps = find_gaps(self.resident_start, self.layout.size, unzeroed_ranges)
         self._zeroed_ranges = [self.slice_grads(start, stop) for start, stop in gaps]
 
     @property

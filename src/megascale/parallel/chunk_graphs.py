@@ -85,12 +85,8 @@ class ChunkGraphs:
     """The captures of a rank's chunks.
 
     Args:
-        buffers: the chunks' buffers.
         actions: the schedule's actions of this stage.
-        compute: runs a chunk; captured.
-        runtime: the rank's runtime.
         shape: shape of an activation between chunks.
-        device: device of the chunks.
         data_parallel: communicates for the units of chunks (ZeRO-2 and 3).
         make_inputs: makes the inputs of captures before the first forward of a step.
 

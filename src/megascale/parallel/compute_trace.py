@@ -70,7 +70,6 @@ class _Entry(NamedTuple):
         phase, chunk: section of the computation.
         collectives: number of collectives before it in the section.
         number: index among the checksums of the section.
-        operator: name of the operator.
         address: address of the parameter that the operator reads, 0 if it reads none.
     """
 
@@ -89,7 +88,6 @@ class ComputeTrace:
         buffers: buffers of the rank's chunks.
         chunk_positions: position of each chunk in the model.
         axes: axes whose ranks share a micro-batch, such as the tensor axis.
-        runtime: the rank's runtime.
 
     Attributes:
         sums: checksums on the device, int64 [CAPACITY]; `finish` writes the number of entries into the last element.

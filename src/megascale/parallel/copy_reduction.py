@@ -38,11 +38,8 @@ class CopyReduction:
     Args:
         exchange: exchange of the data-parallel ranks, whose peer memory has room for the slots.
         count: number of elements of the slots.
-        dtype: type of the gradients.
-        sent_dtype: type in which gradients are sent.
 
     Attributes:
-        memory: memory of the slots.
         staging: memory for pieces of the other ranks' gradients.
     """
 

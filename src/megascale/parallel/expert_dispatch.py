@@ -68,7 +68,6 @@ class TokenDispatch:
             if the token is not sent to that rank.
         sent_counts, received_counts: number of rows that this rank sends to, and receives from, each rank.
         choice_count: how often the received tokens have chosen an expert of this rank.
-        axis: the expert axis.
     """
 
     row_tokens: Tensor
@@ -247,7 +246,6 @@ def apply_expert_stacks(
     Args:
         x_SBH: this rank's tokens [s/t, b, h].
         weights_SBK, indices_SBK: weights and experts of these tokens [s/t, b, top_k].
-        stacks: this rank's experts.
         tensor_axis: ranks that divide the tokens and the experts.
         expert_axis: ranks that read different tokens, and divide the experts of a tensor-parallel rank.
         gathers_tokens: whether the ranks of the expert axis gather all tokens, instead of an all-to-all.

@@ -37,7 +37,6 @@ class _Matrix(NamedTuple):
     """A weight of a bucket.
 
     Attributes:
-        weight: the weight itself.
         rows: its gathered rows, E4M3 in the weight's shape, a view of `_Bucket.bytes`.
         scale: its scale, a view of `_Bucket.scales`.
     """
@@ -56,7 +55,6 @@ class _Bucket:
         segments: ranges of the matrices in the shard.
         amax, scales: values of the complete matrices, float32 [matrices].
         bytes, shard_bytes: the gathered bucket, and this rank's shard of it, uint8.
-        matrices: the weights.
         transposes: with ZeRO-3, for each weight its rows and the memory of their transpose.
     """
 

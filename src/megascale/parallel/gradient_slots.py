@@ -42,7 +42,6 @@ class BackwardState(Protocol):
     """The state of a chunk's present backward.
 
     Attributes:
-        backward_kind: kind of the backward.
         recorded_counts: by kind of backward, how often each parameter's gradient is added to; kinds without a backward
             so far are missing.
     """
@@ -100,7 +99,6 @@ class GradientBucket:
     """One bucket of a unit, with its memory in the slots and its reduction.
 
     Attributes:
-        chunk, index: indices of the chunk, and of the bucket in the chunk.
         unit: index of the unit in the chunk's forward.
         start, stop: range of elements in the slots' memory.
         grads: the bucket's gradients, a view of the slots' memory.
@@ -271,10 +269,7 @@ class GradientSlots:
     """The slots of a rank's chunks, which share them.
 
     Args:
-        buffers: the chunks' buffers.
-        states: the state of each chunk's present backward.
         start_reduction: starts to reduce a bucket's gradients over data-parallel ranks.
-        runtime: the rank's runtime.
         memory: memory that peers read, for all slots; None: the slots get memory that only this rank reads.
         overlaps_parts: whether later work overlaps with the reductions of a divided table's parts.
 

@@ -20,7 +20,6 @@ class InlineCopies:
 
     @staticmethod
     def for_device(device: torch.device) -> InlineCopies:
-        """Return the copies of a device."""
         return CudaCopies(device) if device.type == "cuda" else InlineCopies()
 
     def record(self) -> Any:

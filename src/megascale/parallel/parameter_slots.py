@@ -44,12 +44,10 @@ class ParameterUnit:
 
     Attributes:
         start, stop: range of elements in the slots' memory.
-        params: the matrices.
         owns_slot: whether the slot holds the matrices, or their gather is in flight.
         is_float8: whether the last gather fetched matrices that GEMMs read in float8 as bytes.
         is_persistent: whether the unit has a slot of its own, in which it stays gathered until the update.
         bucket_memory: memory of each bucket in the slot, by index of the bucket.
-        pending: gathers in flight.
     """
 
     def __init__(
@@ -188,7 +186,6 @@ class ParameterSlots:
                 buffer.place_shard_params(shard_memory.take(buffer.shard_params.numel(), buffer.shard_params.dtype))
         self.prefetch = prefetch
         self.gather_count = 0
-        self.units_are_chunks = chunk_slots is not None
         self._gathered: list[ParameterUnit] = []
         self._float8: list[Float8Gather] = []
         self.units: list[list[ParameterUnit | None]] = []

@@ -119,7 +119,6 @@ def local_parameter(
 
 
 def _make_parameter(data: torch.Tensor, spec: ParameterSpec, requires_grad: bool = True) -> LocalParameter:
-    """Return a parameter in the memory of `data`."""
     param = LocalParameter(data, requires_grad)
     param.spec = spec
     return param

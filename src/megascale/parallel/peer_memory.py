@@ -17,11 +17,7 @@ _ALIGN = 512  # bytes
 
 
 class PeerMemory:
-    """Allocates parts of this rank's block. All ranks must take the same sizes in the same order.
-
-    Args:
-        exchange: owns the blocks of all ranks.
-    """
+    """Allocates parts of this rank's block. All ranks must take the same sizes in the same order."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange

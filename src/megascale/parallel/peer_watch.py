@@ -63,7 +63,6 @@ class Member(NamedTuple):
 
     Attributes:
         world_rank: rank in the world, for messages.
-        pid: process id.
         namespace: PID namespace, as the link /proc/self/ns/pid names it.
     """
 
@@ -73,7 +72,6 @@ class Member(NamedTuple):
 
 
 def describe_process(world_rank: int) -> Member:
-    """Return this process, which has this rank in the world, as a member."""
     return Member(world_rank, os.getpid(), namespace=os.readlink("/proc/self/ns/pid"))
 
 
@@ -95,7 +93,6 @@ class PeerWatch:
 
     Args:
         rank: this process's rank in the group, and so its index in `members`.
-        members: the processes of the group.
         page: file of `make_page`.
         release: ends all waits of this rank; a thread calls it repeatedly after a failure, until `stop`.
         count_calls: returns how many calls have begun.

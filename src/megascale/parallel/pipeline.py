@@ -35,12 +35,7 @@ Forward = Callable[[int, int, Tensor | None], Tensor]
 
 
 class EagerRunner:
-    """Runs forward and backward of one step's micro-batches, in the order of the schedule, operator by operator.
-
-    Args:
-        forward: runs a chunk.
-        weight_gradients: the rank's queue of weight gradients.
-    """
+    """Runs forward and backward of one step's micro-batches, in the order of the schedule, operator by operator."""
 
     def __init__(self, forward: Forward, weight_gradients: WeightGradientQueue) -> None:
         self._forward = forward
@@ -95,7 +90,6 @@ class P2PStream:
 
     Attributes:
         group: process group of the two ranks.
-        peer: the other rank.
         name: name in the record of calls (core/calls.py).
     """
 
@@ -355,7 +349,6 @@ class PipelineExecutor:
         return Pending(buffer, dist.irecv(buffer, stream.peer, group=stream.group), transfer)
 
     def _send(self, stream: P2PStream, tensor: Tensor) -> Pending:
-        """Start a send."""
         tensor = tensor.contiguous()
         transfer = self._transfer(stream, "send")
         # The pending send keeps the tensor alive until it has been sent.

@@ -46,7 +46,6 @@ class RowPart(NamedTuple):
     """A part of a divided table.
 
     Attributes:
-        rows: rows of the table.
         view: gradients of these rows, in a slot.
         open: takes the memory of the part from its previous users. open(is_overwritten) zeroes it unless a GEMM
             overwrites it.

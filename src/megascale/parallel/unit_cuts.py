@@ -42,8 +42,6 @@ class UnitCuts:
 
     Args:
         buffers: the chunks' buffers. Their modules' hooks are replaced.
-        data_parallel: communicates for the units.
-        runtime: the rank's runtime.
     """
 
     def __init__(self, buffers: Sequence[ParamAndGradBuffer], data_parallel: DataParallel, runtime: Runtime) -> None:

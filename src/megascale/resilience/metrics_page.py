@@ -30,9 +30,7 @@ class MetricsPage:
     """The pages /metrics, /health and /live of one process. /live only shows that the process answers.
 
     Args:
-        read_families: returns the current metrics.
         judge_health: returns (True if healthy, a sentence).
-        labels: labels of every series.
     """
 
     def __init__(

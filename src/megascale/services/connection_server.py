@@ -29,7 +29,6 @@ class ConnectionServer:
     descriptors run out, the server drops the older half of the unauthenticated connections.
 
     Args:
-        listener: listening socket.
         authenticate: checks a client within AUTHENTICATION_TIMEOUT and returns the conversation with it.
         serve_client: serves a conversation and returns at its end.
 

@@ -45,7 +45,6 @@ class ErrorReply(Message, frozen=True):
     """Reply to a request that failed.
 
     Attributes:
-        error: message of the error.
         kind: name of the error's class.
         record: record of the fault, for processes that react to it.
     """

@@ -18,7 +18,7 @@ from megascale.services.shared_token import NONCE_BYTES, secrets_equal
 
 # Increase the version with each change of a frame, a greeting or a message. Ends with different versions refuse each
 # other.
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 HEAD = struct.Struct(">2sBBIQ")  # in the order of the module's docstring
 GREETING_BYTES = HEAD.size + NONCE_BYTES
 SEAL_BYTES = 16  # of the HMAC's 32 bytes
@@ -39,7 +39,6 @@ class FrameHead(NamedTuple):
 
 
 def make_head(message_bytes: int, body_bytes: int = 0, file_count: int = 0) -> bytes:
-    """Return the head of a frame."""
     return HEAD.pack(_MAGIC, PROTOCOL_VERSION, file_count, message_bytes, body_bytes)
 
 
@@ -88,7 +87,6 @@ class Seal:
 
     Args:
         key: key of this connection (`TokenProof.connection_key`).
-        is_server: whether this end is the server.
     """
 
     def __init__(self, key: bytes, *, is_server: bool) -> None:

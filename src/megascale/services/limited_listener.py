@@ -155,7 +155,6 @@ class LimitedListener:
 
     @property
     def ports(self) -> list[int]:
-        """Return the ports of the listening sockets."""
         return [listener.getsockname()[1] for listener in self._listeners]
 
     def remove(self, connection: Connection) -> None:

@@ -53,7 +53,10 @@ def read_token(path: Path) -> bytes:
             info = os.fstat(file.fileno())
             token = file.read().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"the token {path} cannot be read: {getattr(error, 'strerror', error)}") from None
+        raise DataError(
+            f"the token {path} cannot be read: {getattr(error, 'strerror', error)}; run the command as the user of the "
+            "job, or start the job's driver again, which makes a missing token"
+        ) from None
     # A file of root is accepted, because root can read every file in any case. On a network file system this may be the
     # root of another machine.
     if os.geteuid() != 0 and info.st_uid not in (0, os.geteuid()):

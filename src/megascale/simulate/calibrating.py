@@ -28,7 +28,6 @@ class MeasuredSteps:
 
     Attributes:
         labels: one text per step, for the calibration's evidence.
-        cases: the steps as cases.
         seconds: [steps] measured.
         stacks: families of the software that was measured.
         source: options of the command that selected the steps.

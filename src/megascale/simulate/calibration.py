@@ -74,8 +74,6 @@ class Calibration:
     """Constants with the evidence for them.
 
     Attributes:
-        name: name of the calibration.
-        cluster: name of its cluster.
         constants: the constants; those that are not in `fitted` have the cluster's or the default values.
         fitted: standard errors by name of the fitted constant.
         rows: measured steps of the fit, one text per step.
@@ -171,8 +169,6 @@ def load_calibration(name: str | None, cluster: str, family: str | None = None) 
     Args:
         name: name of a shipped calibration or of a file. None: the shipped one for the cluster and `family` or, without
             a family, the one with the cluster's name. If there is none, the result is uncalibrated.
-        cluster: name of the cluster.
-        family: family of the software.
 
     Raises ConfigError for an unknown name or a damaged file.
     """

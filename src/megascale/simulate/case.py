@@ -35,12 +35,10 @@ class Case:
         micro: sequences per micro-batch.
         batch: sequences per step.
         middle_layers: layers of the fullest stage besides the last one.
-        last_layers: layers of the last stage.
         attention, recompute: indices into ATTENTION_KERNELS and RECOMPUTE.
         tied: whether the output layer is the embedding.
         micro_batch_group_size: parallel.micro_batch_group_size; 0: as many micro-batches as stages.
         context: ranks that divide a sequence.
-        experts: experts of a layer.
         top_k: experts of a token.
         expert_parallel: ranks (of data x context) that divide the experts.
     """

@@ -42,7 +42,6 @@ class StepParts:
             at least the exposed transfers of a micro-batch's round trip.
         bubble: idle time while the pipeline fills and drains.
         stragglers: wait for slow hosts.
-        optimizer: the update.
         fixed: preparation of batches and other work of the host.
     """
 
@@ -63,11 +62,9 @@ class StepParts:
 
     @property
     def total(self) -> Any:
-        """Seconds of the step."""
         return sum(getattr(self, f.name) for f in fields(self))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the seconds by part."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
@@ -99,7 +96,7 @@ def compute_step_parts(
     # Time to fill and to drain the pipeline.
     ramp = (p - 1) / v * (times.forward + times.backward) + hops
     logits = np.maximum(times.last_forward + times.last_backward, np.where(p > 1, round_trip, -np.inf))
-    data = exposed_data_seconds(cluster, case, constants, times)
+    data = exposed_data_seconds(cluster, case, times)
     fixed = last_host_delay_seconds(cluster, case, constants)
     return StepParts(
         gemm=m * times.parts["gemm"],
@@ -155,7 +152,7 @@ def last_host_delay_seconds(cluster: ClusterSpec, case: Case, constants: Constan
     return constants.fixed * exposed_share * (np.log(hosts) + EULER)
 
 
-def exposed_data_seconds(cluster: ClusterSpec, case: Case, constants: Constants, times: StageTimes) -> Any:
+def exposed_data_seconds(cluster: ClusterSpec, case: Case, times: StageTimes) -> Any:
     """Return the seconds of data-parallel communication that the step waits for.
 
     With overlap, the gradients of one chunk are scattered during the last backwards of other chunks, and its parameters

@@ -8,8 +8,7 @@ from math import log2
 from megascale.config import Config, ModelConfig
 from megascale.core.flops import count_parameters
 from megascale.core.grid import Grid
-from megascale.core.inventory import resolve_layers
-from megascale.core.layer_spec import ExpertsSpec
+from megascale.core.inventory import has_experts
 from megascale.errors import ConfigError, FitError
 from megascale.simulate.planner.layout_cost import make_plan
 from megascale.simulate.planner.layout_figures import RESERVE_GIB
@@ -168,11 +167,6 @@ def choose_layout(scenario: Scenario) -> Config:
     if not candidates:
         raise FitError(reasons[-1])
     return min(candidates, key=lambda estimate: estimate.seconds).scenario.config
-
-
-def has_experts(model: ModelConfig) -> bool:
-    """Return whether any layer of the model has experts."""
-    return any(isinstance(layer.feed_forward, ExpertsSpec) for layer in resolve_layers(model))
 
 
 def _choose_step_tokens(model: ModelConfig) -> int:

@@ -36,7 +36,6 @@ class SimulatedStep:
         timeline: the replayed pipeline of the replica that ended last.
         replicas: [replicas] seconds of each replica's pipeline.
         reduced: [stages] time at which each stage's gradients were reduced.
-        times: the durations of the simulation.
         slow: [replicas, stages] factor by which compute takes longer on the slowest host of each stage.
     """
 

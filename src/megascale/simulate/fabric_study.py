@@ -196,7 +196,6 @@ class StepOnNetwork:
     """A step on a network, for several draws of the hash seeds, which differ between starts of a job.
 
     Attributes:
-        reference_step: the step on the reference network.
         estimates: the step for each draw.
         slowdowns: slow-downs of this network.
         reference: slow-downs of the reference network.

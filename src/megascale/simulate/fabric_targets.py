@@ -43,7 +43,6 @@ class TargetRow:
     """A measured target.
 
     Attributes:
-        name: name of the target.
         result: text with the measured figures.
         target: text with the required figures and their source.
         passed: whether the result meets the target.
@@ -138,7 +137,7 @@ def _measure_slowest_flow(
     flows = Flows(flows.source[sends], flows.target[sends], flows.size[sends], flows.group[sends]).split(queue_pairs)
     slowest = []
     for draw in range(draws):
-        keys = hash_five_tuples(flows, draw, queue_pairs)
+        keys = hash_five_tuples(flows, draw)
         paths = route_flows(topology, flows, keys, draw, polarised)
         finish = compute_finish_times(paths, flows.size, topology.bandwidth, 0.02)
         slowest.append(float(finish.max()) * topology.bandwidth[0])

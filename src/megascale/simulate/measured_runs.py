@@ -55,7 +55,6 @@ class Prediction:
     """An entry of a predictions file, written before the run was measured.
 
     Attributes:
-        name: train.name of the run.
         gpus: number of GPUs of the run.
         settings: overrides with which `megascale train` starts the run.
         software: name of the assumed software stack.
@@ -133,7 +132,6 @@ def measure_run(folder: Path, gpus: int | None = None) -> MeasuredRun:
 
 
 def _make_run(source: Path, config: Config, *, gpus: int, step_seconds: list[float], device: str) -> MeasuredRun:
-    """Return the measured run from the seconds of its steps."""
     ordered = sorted(step_seconds)
     tail_count = len(ordered) // 10  # steps beyond the 10th and the 90th percentile
     low = ordered[tail_count]

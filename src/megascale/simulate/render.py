@@ -116,7 +116,7 @@ def print_assumptions(results: Sequence[StepEstimate], console: Console) -> None
         soft_wrap=True,
     )
     for text in dict.fromkeys(text for r in results for text in r.cautions):
-        console.print(f"[yellow]caution[/yellow] {text}", soft_wrap=True, highlight=False)
+        console.print(Text.assemble(("caution", "yellow"), " ", text), soft_wrap=True)
 
 
 def print_waterfall(results: Sequence[StepEstimate], console: Console) -> None:

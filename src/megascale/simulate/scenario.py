@@ -33,8 +33,6 @@ class Scenario:
     """A configuration on a number of GPUs of a cluster, under a software stack.
 
     Attributes:
-        config: the configuration.
-        gpus: number of GPUs.
         cluster: figures of the GPUs, hosts and network.
         calibration: fitted constants and their errors.
         software: the stack, with the switches that the configuration sets (`make_engine_software` or

@@ -118,7 +118,6 @@ def vary_scenario(scenario: Scenario, key: str, value: Any) -> Scenario:
 
 
 def sweep_rows(
-    base: Scenario,
     axes: Sequence[tuple[str, list[Any]]],
     scenarios: Sequence[Scenario],
     level: Level,

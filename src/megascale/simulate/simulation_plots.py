@@ -5,15 +5,13 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from megascale.simulate.figures import label_log_axis, make_figure, save
 from megascale.simulate.render import PART_NAMES, list_shown_parts
 from megascale.simulate.step import StepEstimate
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # Colour of each part of a step.
 COLOURS = dict(
@@ -28,46 +26,14 @@ COLOURS = dict(
 )  # fmt: skip
 
 
-def _figure(width: float, height: float) -> tuple[Figure, Any]:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(width, height), dpi=150, layout="constrained")
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def _label_plainly(axis: Any) -> None:
-    """Label a logarithmic axis with plain numbers, three per decade."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
-    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    axis.set_minor_formatter(NullFormatter())
-
-
-def _save(figure: Figure, path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    plt.close(figure)
-
-
 def plot_waterfall(results: Sequence[StepEstimate], path: Path) -> None:
     """Plot a panel per result on one scale, with a row per part. Each bar begins where the bar above it ends."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     parts = list_shown_parts(results)
-    figure, panels = plt.subplots(
-        1, len(results), figsize=(5.2 * len(results) + 1.2, 0.36 * len(parts) + 1.8), dpi=150, sharey=True,
-        sharex=True, layout="constrained", squeeze=False,
-    )  # fmt: skip
+    size = (5.2 * len(results) + 1.2, 0.36 * len(parts) + 1.8)
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    panels = figure.subplots(1, len(results), sharex=True, sharey=True, squeeze=False)
     longest = max(r.seconds for r in results)
     for axes, result in zip(panels[0], results, strict=True):
         bottom = 0.0
@@ -91,14 +57,14 @@ def plot_waterfall(results: Sequence[StepEstimate], path: Path) -> None:
     figure.suptitle(
         f"{scenario.config.train.name} on {scenario.gpus:,} GPUs ({scenario.cluster.name})", fontsize=11, weight="bold"
     )
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_ablation(
     names: Sequence[str], values: Sequence[float], path: Path, printed: Sequence[float] | None = None
 ) -> None:
     """Plot the MFU in percent as techniques are switched on in turn, next to the published values `printed`."""
-    figure, axes = _figure(8.5, 4.2)
+    figure, axes = make_figure(8.5, 4.2)
     group_positions = np.arange(len(names))
     bar_width = 0.7
     label_positions = group_positions.astype(float)
@@ -118,7 +84,7 @@ def plot_ablation(
     axes.set_xticks(label_positions, names, rotation=25, ha="right", fontsize=9)
     axes.set_ylim(max(0.0, min(all_values) - 8), max(all_values) + 5)
     axes.set_ylabel("MFU (%), axis not from 0")
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_sweep(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], path: Path) -> None:
@@ -129,14 +95,8 @@ def plot_sweep(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], path: Pat
     Args:
         rows: rows of simulate/series.py `sweep_rows`: the values of `keys`, label (of the scenario), seconds, p10 and
             p90 (of the step), and mfu as a fraction.
-        keys: varied keys.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left_axes, right_axes) = plt.subplots(1, 2, figsize=(11, 4.2), dpi=150, layout="constrained")
+    figure, (left_axes, right_axes) = make_figure(11, 4.2, columns=2)
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         group = (row["label"], *(row[key] for key in keys[1:]))
@@ -160,12 +120,11 @@ def plot_sweep(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], path: Pat
         axes.set_xlabel(keys[0])
         axes.set_ylabel(title)
         axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
     if min(row["seconds"] for row in rows) * 8 < max(row["seconds"] for row in rows):
         left_axes.set_yscale("log")
-        _label_plainly(left_axes.yaxis)
+        label_log_axis(left_axes.yaxis)
     right_axes.legend(frameon=False, fontsize=8)
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_tornado(step_changes: Mapping[str, tuple[float, float]], input_change: float, path: Path, title: str) -> None:
@@ -176,7 +135,7 @@ def plot_tornado(step_changes: Mapping[str, tuple[float, float]], input_change: 
             fractions.
         input_change: the fraction by which the input falls and rises.
     """
-    figure, axes = _figure(8, 0.45 * len(step_changes) + 1.4)
+    figure, axes = make_figure(8, 0.45 * len(step_changes) + 1.4)
     for row, (lower, higher) in enumerate(step_changes.values()):
         axes.barh(row, 100 * lower, color="#c0392b", height=0.6, label=f"-{input_change:.0%}" if row == 0 else None)
         axes.barh(row, 100 * higher, color="#2b5c8a", height=0.6, label=f"+{input_change:.0%}" if row == 0 else None)
@@ -186,7 +145,7 @@ def plot_tornado(step_changes: Mapping[str, tuple[float, float]], input_change: 
     axes.set_xlabel("Change of step time (%)")
     axes.set_title(title, fontsize=10)
     axes.legend(frameon=False, loc="lower right", title="figure changed by")
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_effective_share(
@@ -198,7 +157,7 @@ def plot_effective_share(
         curve: (interval in seconds, effective share).
         marks: named intervals in seconds, which are drawn as lines.
     """
-    figure, axes = _figure(7, 4)
+    figure, axes = make_figure(7, 4)
     axes.plot([x / 60 for x, _ in curve], [100 * y for _, y in curve], marker="o", ms=4, color="#2b5c8a")
     styles = ("--", ":", "-.")
     for style, (name, seconds) in zip(styles, marks.items(), strict=False):
@@ -212,7 +171,7 @@ def plot_effective_share(
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_predictions(pairs: Sequence[tuple[str, float, float, bool]], path: Path, title: str) -> None:
@@ -221,7 +180,7 @@ def plot_predictions(pairs: Sequence[tuple[str, float, float, bool]], path: Path
     Args:
         pairs: (name, measured seconds, predicted seconds, whether the row was used for fitting).
     """
-    figure, axes = _figure(5.4, 5.2)
+    figure, axes = make_figure(5.4, 5.2)
     measured = np.array([seconds for _, seconds, _, _ in pairs])
     predicted = np.array([seconds for _, _, seconds, _ in pairs])
     is_fitted = np.array([fitted for *_, fitted in pairs])
@@ -235,10 +194,10 @@ def plot_predictions(pairs: Sequence[tuple[str, float, float, bool]], path: Path
     axes.set_yscale("log")
     axes.set_xlim(*ends)
     axes.set_ylim(*ends)
-    _label_plainly(axes.xaxis)
-    _label_plainly(axes.yaxis)
+    label_log_axis(axes.xaxis)
+    label_log_axis(axes.yaxis)
     axes.set_xlabel("Measured step time (s)")
     axes.set_ylabel("Predicted step time (s)")
     axes.set_title("\n".join(textwrap.wrap(title, 58)), fontsize=9)
     axes.legend(frameon=False)
-    _save(figure, path)
+    save(figure, path)

@@ -53,7 +53,6 @@ class StageTimes:
         tied: sum of a tied embedding's gradient over first and last stage.
         sharded: wait per micro-batch for parameters and gradients of a middle stage's fully sharded layers.
         sharded_ends: wait per step for parameters and gradients of the first layer, the last layer and the embeddings.
-        optimizer: the update.
         forward_kernels: kernels of a middle stage's forward, without communication.
         parts: seconds of forward and backward by part, from `gemm` to `exchange` in `closed.StepParts`.
     """

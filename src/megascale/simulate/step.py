@@ -25,9 +25,6 @@ class StepEstimate:
     """The estimated time of a step and its parts.
 
     Attributes:
-        scenario: the estimated scenario.
-        level: level of the estimate.
-        seconds: time of the step.
         low, high: P10 and P90 of the step's time (prediction_band.py).
         parts: seconds by part, which add up to `seconds` (closed.StepParts). At the event level, `stragglers` is the
             simulated delay by slow hosts, `interplay` is the difference of the two levels, and the other parts are

@@ -49,7 +49,6 @@ class BlankBatches:
     Args:
         read_count: number of micro-batches that the replica reads in a step.
         has_weights: whether the data has loss weights.
-        blank: the blank micro-batch.
     """
 
     def __init__(self, read_count: int, has_weights: bool, blank: Batch[torch.Tensor]) -> None:

@@ -24,9 +24,7 @@ class CheckCost:
     """Times checked steps and the steps before them. All ranks measure the same steps.
 
     Args:
-        device: device of this rank.
         world_axis: all ranks. The slowest rank's time counts.
-        clock: returns seconds.
 
     Attributes:
         check_times: additional time of each checked step in units of a step, the same on all ranks.
@@ -53,7 +51,6 @@ class CheckCost:
         self._start = end
 
     def end_preparation(self) -> None:
-        """End the preparation of a check."""
         if self._start is not None:
             self._preparation_seconds = self._read_clock() - self._start
         self._start = None

@@ -18,7 +18,6 @@ class CheckpointPolicy:
 
     Args:
         config: intervals of saves, and whether the last state is saved.
-        checkpointer: writes the saves.
         reporter: writes events and lines about saves.
     """
 

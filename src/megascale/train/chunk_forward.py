@@ -28,9 +28,7 @@ class ChunkForward:
     """Runs chunks for the micro-batches of a step.
 
     Args:
-        layout: the layout of the run.
         chunks: this rank's chunks.
-        fields: optional fields of micro-batches.
         first_sample: index in the global batch of the first sample of this rank's first micro-batch.
         context_axis: ranks that divide the tokens of a sample.
         blank_batches: completes the micro-batches of a replica that reads fewer than others; None: all read as many.
@@ -84,7 +82,6 @@ class ChunkForward:
         """Set the micro-batches of a step, and start to sum their loss weights over the ranks.
 
         Args:
-            read_batch: returns one of this rank's micro-batches.
             sum_weights: returns the sum of the loss weights of these micro-batches, if they carry weights.
         """
         blanks = self._blank_batches

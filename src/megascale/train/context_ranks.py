@@ -36,9 +36,6 @@ class ContextRanks:
 def start_ranks(config: Config, context: int, device: str, arguments: Sequence[str]) -> int:
     """Run `megascale` with `arguments` on each context rank of this host, and return the exit code.
 
-    Args:
-        context: number of context ranks.
-
     Raises FitError if the ranks do not divide the sequence, or if this host has too few GPUs for them.
     """
     with tempfile.TemporaryDirectory(prefix="megascale-") as folder:

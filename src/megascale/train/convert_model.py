@@ -82,8 +82,6 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
     Weights keep their dtype in the checkpoint.
 
     Args:
-        folder: the Hugging Face folder.
-        run: the run folder to make.
         sequence_length: tokens in a training sample; default: the model's own maximum. Models with learned positions
             have exactly one length.
 
@@ -177,8 +175,6 @@ def export_model(
     """Write a run's model as a folder that `transformers` loads.
 
     Args:
-        run: run folder.
-        out: folder to make.
         family: model family of transformers; default: the first one that can express the model.
         step: step of the checkpoint; default: the newest.
         dtype: float32, bfloat16 or float16; default: train.precision of the run, float64 as float32.

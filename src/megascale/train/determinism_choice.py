@@ -153,7 +153,6 @@ class _Comparison(NamedTuple):
     """The times of attention kernels with a fixed and with a varying order, compared.
 
     Attributes:
-        is_cheap: whether the fixed order is cheap.
         reason: why it is or is not.
         measured: this rank's measurements by shape, with the fixed order if it is cheap, else with the varying order.
     """

@@ -10,7 +10,7 @@ from typing import Any
 from megascale.config import Config
 from megascale.core.events import Event
 from megascale.core.exit_record import ExitKind, attach_record, find_exit_record
-from megascale.core.failure import DISK_FULL_ERRNOS
+from megascale.core.failure import DISK_FULL_ERRNOS, describe_full_disk
 from megascale.core.status import FAILED_IN_STEP, StatusFile
 from megascale.core.terminal import termination_signals
 from megascale.errors import MegascaleError, TrainingError
@@ -103,9 +103,7 @@ class Ending:
         """Return an error whose message has cause and remedy for a full disk or a lost peer, else `error` itself."""
         rank = self._rank_info.rank
         if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
-            full = TrainingError(
-                f"rank {rank}: the disk is full ({error}); free space there and start the same command again"
-            )
+            full = TrainingError(f"rank {rank}: {describe_full_disk(error)} and start the same command again")
             full.errno = error.errno
             return attach_record(full, ExitKind.DISK_FULL, step=self._current_step(), subject=error.filename or "")
         if not isinstance(error, RuntimeError):

@@ -26,7 +26,6 @@ class Evaluation:
         bits_per_byte: bits per byte of the complete file's text; None if only some windows were evaluated, if the size
             is unknown, or for a weighted loss.
         compressed: sizes of the same text under zlib and xz, if known.
-        complete: whether every window of the file was evaluated.
         weight_sum: sum of the loss weights of the targets; None if the file has no loss weights. For conversations it
             is the number of tokens that have a loss.
         within_documents: whether attention stayed within documents, as data.document_mask of the run says.

@@ -56,9 +56,6 @@ _ENDING_WITH_ATTEMPT = ("slow-rank", "leak-objects")
 class FaultInjector:
     """Reads faults that are addressed to this rank or its node, and injects them into the engine or the feed.
 
-    Args:
-        folder: folder of the fault files.
-
     Attributes:
         has_changed_process: whether an injected fault may affect a later attempt in this process.
     """

@@ -335,7 +335,6 @@ class _Waves:
                 self._imported_count += len(os.read(self._read_end, 4096))
 
     def close(self) -> None:
-        """Close the pipe."""
         os.close(self._read_end)
         os.close(self.write_end)
 

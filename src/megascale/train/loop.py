@@ -36,6 +36,7 @@ from megascale.data.loader.feed import open_feed
 from megascale.errors import ConfigError, DataError, MegascaleError, TrainingError, error_class_name, make_error
 from megascale.ops.compile_count import count_compilations
 from megascale.optim.learning_rate import compute_learning_rate
+from megascale.parallel.chunk_graphs import EAGER_STEPS
 from megascale.rendezvous.groups import Groups, shutdown
 from megascale.rendezvous.start_job import initialise
 from megascale.train import attention_choice, replay_response
@@ -50,7 +51,7 @@ from megascale.train.host_pauses import GarbageCollector, HostPauses
 from megascale.train.injected_faults import FaultInjector
 from megascale.train.parking import LeaveAttempt, Parking, RetainedState
 from megascale.train.predecessors import await_predecessors
-from megascale.train.rank_info import RankInfo, find_device_kind, memory_gib
+from megascale.train.rank_info import RankInfo, count_device_allocations, find_device_kind, memory_gib
 from megascale.train.rank_timers import RankTimers, StepClock
 from megascale.train.replay_check import ReplayCheck, ReplayEvidence
 from megascale.train.replay_conditions import find_reason_against_replays
@@ -68,10 +69,14 @@ log = logging.getLogger("megascale.train")
 # leaves the attempt. The requests to leave of all ranks together stay below 1.
 _STOP_REQUEST = 1.0
 _LEAVE_REQUEST = 2.0**-20
+# A rank whose groups of the next attempt are connected adds this. All ranks together stay below a request to leave.
+_WARM_REQUEST = 2.0**-40
+_WARM_SECONDS = 10.0  # limit for the first calls of groups of the next attempt, at a step boundary
 # Before a rank leaves the attempt, it tries at most this many times to begin a copy of the state, with this pause after
 # each try.
 _MAX_SAVE_TRIES = 100
 _SAVE_TRY_SECONDS = 0.05
+_CAPTURE_STEPS = EAGER_STEPS + 3  # the first steps of an attempt, within which CUDA graphs are captured
 _SPARE_DEVICE_BYTES = 2 << 30  # of a GPU, beside the kept state and a new engine: communicators and transfers
 
 
@@ -98,7 +103,6 @@ class _PendingStep:
 
     Attributes:
         record: the step's metrics that are known without reading the device.
-        result: the results on the device.
         first_sample: number of the step's first sample.
         sample_ids: hash of the ids of the step's samples; empty on all ranks but rank 0.
     """
@@ -134,7 +138,6 @@ class Trainer:
         self.step = 0
         self.consumed_samples = 0
         self.trained_tokens = 0
-        self.tokens_per_sample = config.model.sequence_length
         self.peak_flops = config.observe.peak_tflops or device_peak_tflops(find_device_kind(device))
         self._flops: FlopCount | None = None  # per token, under data.document_mask
         self.groups: Groups | None = None
@@ -166,10 +169,14 @@ class Trainer:
         self._skipped_count = 0  # steps of this process with an infinite or NaN gradient, or without loss weights
         self._consecutive_skip_count = 0
         self._is_stopping = False  # the same on all ranks
+        self._first_step = 0  # of this start
+        self._capture_end_step = 0  # graphs are captured before this step, during which no communicators are made
+        self._must_warm_groups = False  # true if the next attempt's groups are connected on all ranks; the same on them
         self._is_leaving = False  # true if ranks stop in order to begin a new attempt; the same on all ranks
         self._has_reported_active = False
         self._first_step_start: float | None = None  # `time.monotonic()`; None once its results were read
         self._first_step_queued = 0.0  # seconds from its start until the host had queued it
+        self._first_step_allocations = 0  # of device memory in this process, before the first step
         self._has_reported_graphs = False
         self._loss: float | None = None
 
@@ -220,6 +227,9 @@ class Trainer:
         self._stopwatch = Stopwatch()
         self.folder.attempt = self.attempt
         start_rank_log(self.rank_info, self.attempt)
+        joining = "" if self.parking is None else self.parking.describe_joining()
+        if joining:
+            log.info("process %d %s", os.getpid(), joining)
         self.ending.owns_folder = True
 
     def _meet_ranks(self, resources: contextlib.ExitStack, refusal: MegascaleError | None) -> MegascaleError | None:
@@ -265,6 +275,7 @@ class Trainer:
                 check=None if parking is None else parking.check,
                 name_suffix="" if parking is None else make_attempt_suffix(self.attempt),
                 exchanges_state=parking is not None and self.attempt > 1,
+                preparation=None if parking is None else parking.preparation,
             )
         except Exception:
             if parking is not None:
@@ -520,10 +531,15 @@ class Trainer:
                 source=self.checkpointer.loaded_from,
                 is_standing=self.checkpointer.is_standing,
             )
+            self._first_step = self.step + 1
             self._first_step_start = time.monotonic()
+            self._first_step_allocations = count_device_allocations(self.rank_info.device)
+            if self.engine.graphs is not None:
+                self._capture_end_step = self.step + _CAPTURE_STEPS
             while self.step < last_step and not self._is_stopping:
                 self._train_step(self._choose_stop_request(interrupts))
                 self.callbacks.end_step(self.step)
+                self._tend_groups()
                 if train.eval_interval and self.step % train.eval_interval == 0 and self.step < train.steps:
                     self._evaluate()
                 if self.step < last_step:
@@ -542,9 +558,52 @@ class Trainer:
         """Return the stop request that this rank adds to the next step's sum, 0 to go on."""
         if interrupts.requested or self.callbacks.run.wants_stop:
             return _STOP_REQUEST
-        if self.parking is not None and self.parking.must_leave_after_step:
+        if self.parking is None:
+            return 0.0
+        if self.parking.must_leave_after_step:
             return _LEAVE_REQUEST
+        preparation = self.parking.preparation
+        if preparation is not None and preparation.is_connected:
+            return _WARM_REQUEST
         return 0.0
+
+    def _tend_groups(self) -> None:
+        """Abort the groups of the attempt before, and make and warm up those of the next attempt, if it is due.
+
+        Communicators of another attempt are aborted and used for the first time only here, while the device is idle and
+        nothing is launched (`rendezvous/prepared_groups.py`).
+        """
+        parking, device = self.parking, self.rank_info.device
+        if parking is None or self.groups is None:
+            return
+        if parking.earlier_groups is not None and self.step > self._first_step:
+            begin = time.monotonic()
+            self._await_device()
+            parking.abort_earlier_groups()
+            log.info("aborted the groups of the attempt before in %.2f s", time.monotonic() - begin)
+            self.clock.pause()
+        if self.step >= self._capture_end_step and parking.earlier_groups is None:
+            parking.start_preparation(self.config, self.rank_info, self.groups)
+        preparation = parking.preparation
+        if not self._must_warm_groups or preparation is None or not preparation.is_connected:
+            return
+        self._must_warm_groups = False
+        begin = time.monotonic()
+        self._await_device()
+        if preparation.warm_up(_WARM_SECONDS):
+            seconds = time.monotonic() - begin
+            memory = ""
+            if device.type == "cuda":
+                memory = f"; {torch.cuda.mem_get_info(device)[0] / 2**30:.2f} GiB of the GPU are free"
+            log.info(
+                "warmed up the groups of the next attempt in %.2f s (%s)%s", seconds, preparation.describe(), memory
+            )
+        self.clock.pause()
+
+    def _await_device(self) -> None:
+        """Wait until this rank's GPU is idle, if it has one."""
+        if self.rank_info.device.type == "cuda":
+            torch.cuda.synchronize(self.rank_info.device)
 
     def _leave_after_step(self) -> NoReturn:
         """Make sure that the next attempt has the state of this step, then raise LeaveAttempt.
@@ -607,6 +666,8 @@ class Trainer:
             self.parking.end_leaving_phase("feed")
         if hasattr(self, "engine"):
             self.engine.close(failed)
+        if self.parking is not None and self.parking.keeps_groups:
+            self.parking.leave_groups(self.groups)
         shutdown(self.groups, failed=failed)
         if self.parking is not None:
             self.parking.end_leaving_phase("groups")
@@ -949,7 +1010,13 @@ class Trainer:
             self.parking.note_step()
         if self._first_step_start is not None:
             seconds = time.monotonic() - self._first_step_start
-            log.info("first step complete after %.2f s, queued after %.2f s", seconds, self._first_step_queued)
+            allocations = count_device_allocations(self.rank_info.device) - self._first_step_allocations
+            log.info(
+                "first step complete after %.2f s, queued after %.2f s, %d allocations of device memory",
+                seconds,
+                self._first_step_queued,
+                allocations,
+            )
             self._first_step_start = None
         self._write_read_samples(step, pending, read_checksum)
         self._count_step(step, pending.first_sample + self.config.train.global_batch, record["tokens"])
@@ -960,9 +1027,10 @@ class Trainer:
             if not has_weights:
                 loss = math.nan  # there is no target to take the mean over
         stop_sum = float(result.stop_sum)
-        if stop_sum > 0:
+        if stop_sum >= _LEAVE_REQUEST:
             self._is_stopping = True
             self._is_leaving = stop_sum < _STOP_REQUEST
+        self._must_warm_groups = stop_sum == self.rank_info.world * _WARM_REQUEST
         if self.weight_watch is not None:
             self.status.checksum = self.weight_watch.read_checksum() or self.status.checksum
         seconds = self.clock.read()

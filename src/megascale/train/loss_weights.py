@@ -18,7 +18,6 @@ class LossWeights:
         counts_samples: whether this rank adds its samples' weights. Of several ranks with the same samples, one adds
             them.
         dtype: type of the losses.
-        device: device of the losses.
 
     Attributes:
         counted_sum: what this rank adds to the sum of weights in the present step.

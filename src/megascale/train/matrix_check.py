@@ -30,8 +30,6 @@ class _Position(NamedTuple):
     Attributes:
         batch: index of its stack in the `batches` of the rank's rule.
         matrix_count: matrices in its stack.
-        rows, columns: shape of the matrix.
-        stack_index: index of the matrix in its stack.
     """
 
     batch: int = 0

@@ -25,7 +25,6 @@ class RankInfo:
         rank: rank over all hosts.
         world: number of ranks over all hosts.
         local_rank, local_world: rank and number of ranks on this host.
-        device: device that the rank computes on.
     """
 
     rank: int
@@ -38,8 +37,8 @@ class RankInfo:
 def find_rank_info(config: Config) -> RankInfo:
     """Return the rank and device of this process, by RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and train.device.
 
-    On a CPU also set the number of threads. Raises ConfigError if the variables are not integers, or if train.device
-    is unavailable.
+    On a CPU also set the number of threads. Raises ConfigError if the variables are not ranks, or if train.device is
+    unavailable.
     """
     _report_imported()
     values = [os.environ.get(variable, default) for variable, default in _DEFAULTS_BY_VARIABLE.items()]
@@ -49,6 +48,9 @@ def find_rank_info(config: Config) -> RankInfo:
         raise ConfigError(
             f"{', '.join(_DEFAULTS_BY_VARIABLE)} must be whole numbers; start with torchrun or `megascale train`"
         ) from None
+    _check_ranks(rank, world, "RANK", "WORLD_SIZE")
+    if "LOCAL_WORLD_SIZE" in os.environ:  # some launchers set the local rank alone
+        _check_ranks(local_rank, local_world, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     has_cuda = torch.cuda.is_available()
     if config.train.device == "cuda" and not has_cuda:
         raise ConfigError("train.device=cuda but this process sees no CUDA device; use --train.device=cpu or auto")
@@ -64,6 +66,16 @@ def find_rank_info(config: Config) -> RankInfo:
         device = torch.device("cpu")
         torch.set_num_threads(config.train.threads or count_threads(local_world))
     return RankInfo(rank, world, local_rank, local_world, device)
+
+
+def _check_ranks(rank: int, size: int, rank_variable: str, size_variable: str) -> None:
+    """Raise ConfigError for a rank that is not in a group of `size` ranks."""
+    if 0 <= rank < size:
+        return
+    raise ConfigError(
+        f"{rank_variable}={rank} with {size_variable}={size} is not a rank from 0 to {size_variable} - 1; set both "
+        "variables, or start with torchrun or `megascale train`"
+    )
 
 
 def choose_device(name: str) -> torch.device:
@@ -147,3 +159,13 @@ def memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def count_device_allocations(device: torch.device) -> int:
+    """Return how often torch's allocator has requested memory from a GPU's driver in this process; 0 on a CPU.
+
+    Each request waits for the driver. A process whose allocator keeps its memory makes none.
+    """
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats(device).get("num_device_alloc", 0))

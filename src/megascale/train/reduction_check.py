@@ -34,7 +34,6 @@ class ReductionCheck:
     """Compares the reduced gradients of one step with the gradients before the reduction, the addends.
 
     Args:
-        data: reduces the gradients (parallel/data_parallel.py).
         microbatches: number of micro-batches of a step. Each of them may have a reduction of its own.
         reduce_dtype: type in which addends are sent; None: the type of the gradients.
     """

@@ -86,8 +86,6 @@ class ReplayCheck:
     """Replays micro-batches between the replicas of a job. Make one per engine, on all ranks.
 
     Args:
-        engine: runs the micro-batches.
-        rank: this rank.
         device_name: name of this rank's device and host, for messages.
         device_kind: kind of this rank's device, which must be the same on all ranks.
         interval: number of steps from one check to the next.
@@ -384,7 +382,6 @@ class ReplayCheck:
     def _make_evidence(
         self, verdict: ReplayVerdict, suspicions: list[LocatedSuspicion], is_after_update: bool = False
     ) -> ReplayEvidence:
-        """Return the evidence for a verdict."""
         return ReplayEvidence(
             verdict=verdict,
             message=verdict.describe([name for name, _ in self._devices]),
@@ -502,7 +499,6 @@ def shift_along(tensor: Tensor, axis: Axis, indices: list[int], position: int, d
 
     Args:
         indices: index within the axis of the member at each position.
-        position: this rank's position.
     """
     member_count = len(indices)
     flat = tensor.contiguous().view(-1).view(torch.uint8)

@@ -44,10 +44,7 @@ class ReplayResponse:
     """Acts on the evidence of a failed replay check, as `resilience.replay_action` says.
 
     Args:
-        settings: the [resilience] section.
-        folder: the run folder.
         reporter: writes events.
-        rank: rank of this process.
         peers: all ranks.
     """
 

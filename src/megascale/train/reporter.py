@@ -42,7 +42,6 @@ class Reporter:
             )
 
     def close(self) -> None:
-        """Close the sinks."""
         for sink in self._sinks:
             sink.close()
 

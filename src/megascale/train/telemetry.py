@@ -69,9 +69,6 @@ class Telemetry:
     Args:
         status_folder: folder of status files, stacks and records of calls.
         flight_folder: folder of dumps of the flight recorder.
-
-    Attributes:
-        status: the rank's status file.
     """
 
     def __init__(

@@ -45,7 +45,6 @@ class _Slice:
 
     Attributes:
         state: state of the shard that the part belongs to.
-        part: the part.
         start, stop: elements of the part. The start is a multiple of TILE, so that kernels divide the elements into
             the same tiles in the shard and in the copy.
         offset: position of the first element within the range, a multiple of TILE.
@@ -75,7 +74,6 @@ class _Family:
     """The parts that have state tensors of the same names, divided into ranges.
 
     Attributes:
-        state_names: names of the state tensors.
         range_length: number of elements of a range, the same on all ranks.
         max_segments: largest number of segments of any range, the same on all ranks.
         check_count: number of checks after which all elements are recomputed: the largest number of ranges of any rank.
@@ -94,7 +92,6 @@ class _RangeCopy:
     """A copy of one range before its update.
 
     Attributes:
-        family: the family of the range.
         slices: the elements that the range covers.
         segments_SF: segments of the range, int64 [max_segments, SEGMENT_FIELDS]; unused rows are zero.
         tensors: master weights, gradients, state, weights in use and inputs of the optimizer's rule, by name, as they
@@ -113,7 +110,6 @@ class UpdateCheck:
     """Recomputes ranges of other ranks' updates. Construction is collective over the world.
 
     Args:
-        optimizer: updates this rank's shards.
         shift: sends a tensor to another replica and returns a tensor from there, see `Shift`.
         peers: all ranks.
         elements: largest length of a range.

@@ -45,7 +45,6 @@ class WeightWatch:
     """Takes and compares checksums of an engine's weights. Construct one object per engine.
 
     Attributes:
-        rank: rank of this process.
         interval: steps between checksums of the weights in use.
     """
 

@@ -149,3 +149,13 @@ def test_one_mapping_is_filled_after_the_other_by_turn(monkeypatch):
     goes_on.release()
     assert all(filling.wait(30) for filling in fillings)
     assert order == [0, 4, 2, 1, 3]
+
+
+def test_the_kernel_may_use_huge_pages_for_staging_memory():
+    memory = snapshot_memory.StagingMemory(4 << 20)
+    assert memory.page_filler.wait(60)
+    address = np.frombuffer(memory.map, np.uint8).ctypes.data
+    part = Path("/proc/self/smaps").read_text().partition(f"\n{address:x}-")[2]
+    flags = re.search(r"VmFlags: (.*)", part)[1].split()
+    memory.close()
+    assert "hg" in flags

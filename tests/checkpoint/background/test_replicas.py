@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.checkpoint import Checkpointer, object_collectives
-from megascale.checkpoint.background import replica_setup, service, service_protocol
+from megascale.checkpoint.background import replica, replica_setup, service, service_protocol
 from megascale.checkpoint.background.replica import Replicas, ReplicaSender, pair_hosts
 from megascale.checkpoint.background.service_protocol import (
     BETWEEN_SERVICES,
@@ -308,3 +308,67 @@ def test_a_peer_that_takes_nothing_does_not_hold_up_a_snapshot_that_is_given_up(
     assert time.monotonic() - before < 3
     ended.set()
     await_other(lambda: copies._slots.get(0) and not copies._slots[0][0].busy.locked())
+
+
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments of which a snapshot has many, so that several streams carry it."""
+    monkeypatch.setattr(replica, "_SEGMENT_BYTES", 100_000)
+
+
+def test_several_streams_carry_a_copy(snapshot: Any, small_segments: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    slot, staged, copies = snapshot
+    streams: set[int] = set()
+    real = replica._Arrival.receive
+
+    def receive(arrival: replica._Arrival, sender: Conversation, stream: int) -> None:
+        streams.add(stream)
+        real(arrival, sender, stream)
+
+    monkeypatch.setattr(replica._Arrival, "receive", receive)
+    crcs, _ = frame_chunks(slot.memory.view[: staged.size], slot.index, iter([4]), progress := Progress())
+    assert ReplicaSender(staged, 2, slot, progress).finish(crcs.tolist()) is None
+    ((_, copy),) = copies.list_complete()
+    assert streams == set(range(8))
+    assert bytes(copy.memory.view[: staged.size]) == bytes(slot.memory.view[: staged.size])
+    assert not copies._arrivals
+
+
+def test_a_stream_that_ends_early_leaves_no_copy_and_its_memory_serves_the_next(
+    snapshot: Any, small_segments: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot, staged, copies = snapshot
+    real = ReplicaSender._send_segments
+
+    def fail_on_one_stream(sender: ReplicaSender, peer: Conversation, stream: int) -> None:
+        if stream == 3:
+            raise OSError("no route to the host")
+        real(sender, peer, stream)
+
+    monkeypatch.setattr(ReplicaSender, "_send_segments", fail_on_one_stream)
+    crcs, _ = frame_chunks(slot.memory.view[: staged.size], slot.index, iter([4]), progress := Progress())
+    assert ReplicaSender(staged, 2, slot, progress).finish(crcs.tolist())
+    await_other(lambda: not copies._slots[0][0].busy.locked())
+    assert not copies.list_complete()
+    assert not copies._arrivals
+    monkeypatch.setattr(ReplicaSender, "_send_segments", real)
+    assert ReplicaSender(staged, 2, slot, progress).finish(crcs.tolist()) is None
+    assert len(copies.list_complete()) == 1
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1000), st.integers(1, 50), st.integers(1, 9))
+def test_segments_of_all_streams_cover_a_snapshot_once(size: int, segment_bytes: int, streams: int) -> None:
+    segments = [
+        segment for stream in range(streams) for segment in replica.list_segments(size, segment_bytes, stream, streams)
+    ]
+    covered = sorted(position for _, start, stop in segments for position in range(start, stop))
+    assert covered == list(range(size))
+    assert sorted(number for number, _, _ in segments) == list(range(-(-size // segment_bytes)))
+
+
+@pytest.mark.parametrize(
+    ("size", "local_ranks", "streams"), [(0, 1, 1), (28 << 30, 1, 8), (28 << 30, 8, 4), (48 << 20, 1, 3)]
+)
+def test_ranks_of_a_host_share_its_streams(size: int, local_ranks: int, streams: int) -> None:
+    assert replica.choose_streams(size, local_ranks) == streams

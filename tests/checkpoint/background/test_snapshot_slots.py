@@ -43,6 +43,9 @@ def _replicate(rank: int, slot: int, slots: int, size: int, base_sequence: int, 
         size=size,
         base_sequence=base_sequence,
         slots=slots,
+        streams=1,
+        segment_bytes=1,
+        transfer="",
     )
 
 
@@ -300,4 +303,4 @@ def test_a_reader_of_a_snapshot_waits_for_its_bytes() -> None:
 @given(data=st.binary(max_size=60), piece=st.integers(1, 20))
 def test_threads_that_share_a_chunk_compute_its_checksum(data: bytes, piece: int) -> None:
     with mock.patch.object(snapshot_memory, "_CHECKSUM_PIECE", piece), ThreadPoolExecutor(3) as executor:
-        assert snapshot_memory._compute_checksum(memoryview(data), executor) == crc32(data)
+        assert snapshot_memory.compute_checksum(memoryview(data), executor) == crc32(data)

@@ -17,6 +17,7 @@ from megascale.data.dataset.indexed import IndexedWriter
 from megascale.data.dataset.ledger import check_ledger, find_step_samples
 from megascale.data.dataset.read_checksum import ReadSums, ReadTotals, sum_samples
 from megascale.data.dataset.samples import SampleSource, hash_sample_ids
+from megascale.errors import DataError
 from tests.data.sample_sources import open_samples
 
 BATCH = 4
@@ -216,5 +217,42 @@ def test_the_keys_of_json_output_are_stable(source: SampleSource, tmp_path: Path
     records = "".join(json.dumps(line) + "\n" for line in ledger(source, 2))
     (tmp_path / "samples" / "ledger.jsonl").write_text(records)
     result = CliRunner().invoke(app, ["data", "ledger", str(tmp_path), "--no-draw", "--json"])
-    keys = "steps samples distinct epochs recorded compared unknown steps_before_change missing faults"
+    keys = "steps samples distinct epochs recorded compared unknown steps_before_change lost_steps missing faults"
     assert list(json.loads(result.output)) == keys.split()
+
+
+def write_run(folder: Path, records: list[dict[str, Any]], saved_step: int) -> None:
+    (folder / "samples").mkdir()
+    (folder / "config.toml").write_text("[model]\n")
+    (folder / "samples" / "ledger.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    event = {"event": "checkpoint_saved", "step": saved_step}
+    (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
+
+
+def test_a_truncated_ledger_proves_its_own_steps_only(source: SampleSource, tmp_path: Path) -> None:
+    write_run(tmp_path, ledger(source, 3), saved_step=6)
+    result = CliRunner().invoke(app, ["data", "ledger", str(tmp_path), "--no-draw"])
+    assert "steps 4 to 6 have no line, but a checkpoint of step 6 was saved" in result.output
+    record = json.loads(CliRunner().invoke(app, ["data", "ledger", str(tmp_path), "--no-draw", "--json"]).output)
+    assert (record["steps"], record["lost_steps"]) == (3, 3)
+    assert check_ledger(ledger(source, 3), None, saved_step=3).lost_steps == 0
+
+
+def test_an_empty_ledger_is_no_proof(tmp_path: Path) -> None:
+    write_run(tmp_path, [], saved_step=6)
+    result = CliRunner().invoke(app, ["data", "ledger", str(tmp_path), "--no-draw"])
+    assert isinstance(result.exception, DataError)
+    assert "has no steps" in str(result.exception)
+
+
+@pytest.mark.parametrize("damage", [{"step": None}, {"first": "0"}, {"count": -1}, {"step": True}])
+def test_a_line_without_samples_is_refused(source: SampleSource, damage: dict[str, Any]) -> None:
+    lines = ledger(source, 3)
+    lines[1] = lines[1] | damage
+    with pytest.raises(DataError, match="line 2 of the ledger"):
+        check_ledger(lines, source)
+    with pytest.raises(DataError, match="line 2 of the ledger"):
+        find_step_samples(lines, 3, BATCH)
+    del lines[1]["first"]
+    with pytest.raises(DataError, match="line 2 of the ledger"):
+        check_ledger(lines, None)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import lzma
+import os
+import random
+import signal
 import zlib
 from pathlib import Path
 
@@ -17,9 +21,11 @@ from megascale.data.dataset.indexed import IndexedDataset
 from megascale.data.dataset.manifest import find_part, read_manifest
 from megascale.data.prepare import stdlib
 from megascale.data.prepare.builder import build
+from megascale.data.prepare.encode_worker import describe_write_error
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tokenizer import load_run_tokenizer, load_tokenizer, train_tokenizer
 from megascale.errors import ConfigError, DataError
+from tests.forked import Forked
 
 
 def documents(folder: Path, count: int = 60) -> list[str]:
@@ -132,6 +138,36 @@ def test_unusable_inputs(tmp_path: Path) -> None:
         build(tmp_path / "out", progress=False)
     with pytest.raises(DataError, match="does not exist"):
         build(tmp_path / "out", inputs=[binary], tokenizer=tmp_path / "no.json", progress=False)
+
+
+def test_an_unusable_folder_is_refused(tmp_path: Path) -> None:
+    documents(tmp_path / "in")
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="file/out cannot be written: Not a directory; choose another --out"):
+        build(tmp_path / "file" / "out", inputs=[tmp_path / "in"], progress=False)
+
+
+def test_a_full_disk_is_named_with_the_remedy(tmp_path: Path) -> None:
+    full = describe_write_error(tmp_path, OSError(errno.ENOSPC, "No space left on device"))
+    assert f"the disk that holds {tmp_path} is full; free some space" in full
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_build_without_leftovers(tmp_path: Path, number: signal.Signals) -> None:
+    """The tokenizer of a few megabytes of different words takes long to train."""
+    (tmp_path / "in").mkdir()
+    text = random.Random(0).randbytes(2_000_000).hex(" ", 8)
+    for i in range(20):
+        (tmp_path / "in" / f"{i}.txt").write_text(text[200_000 * i : 200_000 * (i + 1)])
+    process = Forked(["data", "build", "--input", tmp_path / "in", "--out", tmp_path / "out"])
+    plan = tmp_path / "out" / ".parts" / "plan.json"
+    while not plan.exists():
+        assert process.poll() is None
+        os.sched_yield()
+    process.send_signal(number)
+    assert process.wait(timeout=120) == 130
+    assert process.communicate()[0].splitlines()[-1] == "interrupted"
+    assert not (tmp_path / "out").exists()
 
 
 def test_existing_tokenizer_is_kept(tmp_path: Path) -> None:

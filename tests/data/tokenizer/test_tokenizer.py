@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +18,12 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from megascale.config import DataConfig
+from megascale.core.untrusted_files import LFS_POINTER
 from megascale.data.dataset.indexed import IndexedDataset
 from megascale.data.prepare.builder import build
 from megascale.data.tokenizer import base
 from megascale.data.tokenizer.base import END_OF_DOCUMENT
+from megascale.data.tokenizer.huggingface_file import _train_interruptibly
 from megascale.data.tokenizer.tokenizer import find_tokenizer_path, load_run_tokenizer, load_tokenizer, train_tokenizer
 from megascale.errors import ConfigError, DataError
 
@@ -278,3 +285,74 @@ def test_where_the_tokenizer_is_looked_for() -> None:
     assert find_tokenizer_path(DataConfig(train=["a/train"], tokenizer="x.json")) == Path("x.json")
     with pytest.raises(ConfigError, match=r"data\.tokenizer"):
         find_tokenizer_path(DataConfig())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ('{"eos_token": ["</s>"]}', r"eos_token=\['</s>'\]; write the name of one token"),
+        ('{"eos_token": {"content": 4}}', "eos_token=4"),
+        ('{"eos_token": "</s>"', r"tokenizer_config\.json is not JSON .*; copy it again, or remove it"),
+        ("[]", r"tokenizer_config\.json is not a JSON object"),
+    ],
+)
+def test_settings_that_do_not_name_the_end_are_refused(tmp_path: Path, settings: str, message: str) -> None:
+    """Without an error, the first known name would end the documents instead of the configured token."""
+    WORDS.save(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_a_byte_order_mark_before_the_settings_is_no_damage(tmp_path: Path) -> None:
+    train_tokenizer(["a b"], 300, ["<end>"]).save(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}', encoding="utf-8-sig")
+    assert load_tokenizer(tmp_path / "tokenizer.json").end_of_document == 1
+
+
+def test_a_tokenizer_that_draws_its_tokens_is_refused(tmp_path: Path) -> None:
+    record = json.loads(WORDS.to_json())
+    record["model"]["dropout"] = 0.1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(record))
+    with pytest.raises(DataError, match=r"model\.dropout=0\.1.*set it to null"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_a_pointer_in_the_position_of_a_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(LFS_POINTER + b"v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(DataError, match=r"pointer of Git LFS.*git lfs pull"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_an_interruption_ends_the_training_of_a_tokenizer() -> None:
+    """A real library call holds the caller for minutes; this one ends only if its texts do."""
+    begun, refused = threading.Event(), threading.Event()
+
+    class Library:
+        def train_from_iterator(self, texts: Iterator[str], trainer: object) -> None:
+            next(texts)
+            begun.set()
+            os.kill(os.getpid(), signal.SIGINT)
+            try:
+                for _ in texts:
+                    pass
+            except Exception:
+                refused.set()
+
+    previous_handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process ignores SIGINT
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _train_interruptibly(Library(), itertools.repeat("text"), None)
+    finally:
+        signal.signal(signal.SIGINT, previous_handler)
+    assert begun.is_set()
+    assert refused.wait(60)
+
+
+def test_an_error_in_the_training_text_is_raised() -> None:
+    def read_texts() -> Iterator[str]:
+        yield "text"
+        raise DataError("a file is damaged")
+
+    with pytest.raises(DataError, match="a file is damaged"):
+        train_tokenizer(read_texts(), 300)

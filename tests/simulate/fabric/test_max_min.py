@@ -73,19 +73,9 @@ def test_all_bytes_are_sent_and_larger_flows_end_no_earlier(network, seed):
     assert late.max() <= done.max() * 1.2
 
 
-def test_flows_that_start_later():
-    """Two flows of 10 bytes on a link of 1 byte/s, the second from 4 s on: 4 alone, then 12 together, then 4 alone."""
-    done = compute_finish_times(
-        np.array([[0], [0]]), np.array([10.0, 10.0]), np.array([1.0]), starts=np.array([0.0, 4.0])
-    )
-    assert done == pytest.approx([16.0, 20.0])
-
-
 def test_impossible_sharing_is_refused():
     with pytest.raises(FitError, match="no bandwidth"):
         compute_fair_rates(np.array([[0]]), np.array([0.0]))
-    with pytest.raises(ConfigError, match="delays"):
-        compute_finish_times(np.array([[0]]), np.array([1.0]), np.array([1.0]), starts=np.array([-1.0]))
     with pytest.raises(ConfigError, match="bytes"):
         compute_finish_times(np.array([[0]]), np.array([-1.0]), np.array([1.0]))
 

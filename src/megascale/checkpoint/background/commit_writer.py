@@ -47,7 +47,6 @@ class ServiceLifetime:
         linger: seconds that the service waits for trainers to return. If negative, the service does not wait.
 
     Attributes:
-        server: server of the trainers' connections.
         has_run_ended: whether the trainers have reported the end of the run.
     """
 
@@ -91,7 +90,6 @@ class HostSave:
     """Files of one save that this host writes.
 
     Attributes:
-        local_ranks: ranks of this host.
         written_files: complete files by rank.
         ended_ranks: ranks whose file is complete or has failed.
     """

@@ -36,7 +36,6 @@ def prepare_slots(
         rank: number that no other process of this host has. The process may have another one in its attempt.
         size: estimate of the bytes that a slot needs. The service may return memory of an ended process that has them.
         reserved: bytes of new slots. If the snapshots need more than a slot has, the checkpointer replaces the slots.
-        device: device of the shards.
     """
     if not config.background:
         return []

@@ -30,8 +30,6 @@ class MemorySave:
     """Save in the memory of a group's hosts.
 
     Attributes:
-        step: step of the saved state.
-        generation: generation of the save.
         holders: for each rank that saved, the processes of this group whose host has the rank's snapshot. None has the
             snapshot of a rank if the save is incomplete.
         replicas: number of snapshots of which only a peer has a replica.
@@ -92,7 +90,6 @@ class MemorySnapshots:
 
     Args:
         service: conversation with the host's service, or None without a service.
-        generation: generation of the save.
     """
 
     def __init__(self, service: Conversation | None, generation: str) -> None:

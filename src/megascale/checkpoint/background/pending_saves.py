@@ -92,7 +92,6 @@ def add_failure(
 
     Args:
         ended: other ranks of the host whose files of this save are complete or have failed.
-        fault: record of the fault.
     """
     record = {"why": reason, "ended": sorted({rank, *ended}), "kind": fault.kind, "subject": fault.subject}
     name = f"{generation}-failed-{rank:05d}.json"

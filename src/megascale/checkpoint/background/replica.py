@@ -2,12 +2,17 @@
 
 A replica has its own memory. It is valid only once it is complete and its checksums match, so a sender that dies leaves
 no replica that could be loaded. The replica is sent while its snapshot is being staged, and checked while it arrives.
+
+One TCP connection moves about 2 GB/s, since a core copies its bytes on each end (dev/log.md). A large replica is
+therefore divided into segments, which several connections carry in turn.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
+import select
 import socket
 import threading
 import time
@@ -19,13 +24,21 @@ from megascale.checkpoint.background.service_protocol import (
     BETWEEN_SERVICES,
     MAX_INDEX_BYTES,
     Checksums,
+    ReplicaReady,
+    ReplicaStream,
     Replicate,
     Replicated,
     SnapshotMessage,
     StageSnapshot,
 )
-from megascale.checkpoint.background.snapshot_memory import Progress, Slot, make_slots, pop_older_slots
-from megascale.checkpoint.format.archive import crc32
+from megascale.checkpoint.background.snapshot_memory import (
+    CHECKSUM_THREADS,
+    Progress,
+    Slot,
+    compute_checksum,
+    make_slots,
+    pop_older_slots,
+)
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.core.failure import PAUSE, FailureLog
 from megascale.services.connection_server import AUTHENTICATION_TIMEOUT, ConnectionServer
@@ -38,8 +51,10 @@ _TIMEOUT = 60.0  # seconds within which a transfer must make progress
 # for the memory that is being sent. A driver needs equally long to declare a node lost.
 _PEER_TIMEOUT = 5.0
 _SNAPSHOT_ABANDONED = "the process ended before its state was copied"
-_RECEIVE_BYTES = 32 << 20  # bytes between two notices to the thread that computes checksums
 _SEND_BYTES = 4 << 20  # bytes between two updates of the time of the last progress
+_SEGMENT_BYTES = 16 << 20  # bytes that a connection carries before the next one has its turn
+_MAX_STREAMS = 8  # connections per replica
+_MAX_HOST_STREAMS = 32  # connections of all ranks of a host together
 # If the trainer has left, a transfer without progress for this many seconds is given up. The peer may be the lost host,
 # and the next trainer waits for the memory that is being sent.
 _STALL_SECONDS = 2.0
@@ -80,6 +95,7 @@ class Replicas:
         self._lock = threading.Lock()
         self._listener: socket.socket | None = None
         self._token = b""
+        self._arrivals: dict[str, _Arrival] = {}  # replicas that arrive in several streams, by name of the transfer
 
     def list_complete(self) -> list[tuple[int, Slot]]:
         """Return all complete replicas, each as its rank and its slot."""
@@ -111,14 +127,20 @@ class Replicas:
         return sender
 
     def _receive_replica(self, sender: Conversation) -> None:
-        """Receive one replica, and reply whether it arrived undamaged."""
+        """Receive one replica and reply whether it arrived undamaged, or receive another stream of a replica."""
         with contextlib.suppress(ValueError, KeyError):
             message = sender.receive(max_body_bytes=MAX_INDEX_BYTES)
+            if isinstance(message, ReplicaStream):
+                with self._lock:
+                    arrival = self._arrivals.get(message.transfer)
+                if arrival is not None:
+                    arrival.receive(sender, message.stream)
+                return
             if not isinstance(message, Replicate):
                 return
             slot = self._reserve_slot(message, CheckpointIndex.from_bytes(bytes(sender.body)))
             try:
-                crcs = _receive_chunks(sender, slot, message.size)
+                crcs = self._receive_chunks(sender, message, slot)
                 checksums = sender.receive()
                 is_complete = isinstance(checksums, Checksums) and list(checksums.crcs) == crcs
                 if is_complete:
@@ -126,6 +148,27 @@ class Replicas:
             finally:
                 slot.busy.release()
             sender.send(Replicated(is_complete))
+
+    def _receive_chunks(self, sender: Conversation, message: Replicate, slot: Slot) -> list[int]:
+        """Fill a slot with the bytes of all streams, and return the CRC-32 of each chunk, which threads compute.
+
+        Raises OSError or EOFError if a stream ends early. No thread writes into the slot afterwards.
+        """
+        arrival = _Arrival(slot, message)
+        with ThreadPoolExecutor(1) as pool:
+            checksums = pool.submit(_compute_checksums, slot, arrival.progress)
+            try:
+                if message.streams > 1:
+                    with self._lock:
+                        self._arrivals[message.transfer] = arrival
+                    sender.send(ReplicaReady())
+                arrival.receive(sender, 0)
+                arrival.wait(sender.sock)
+            finally:
+                with self._lock:
+                    self._arrivals.pop(message.transfer, None)
+                arrival.close()
+            return checksums.result()
 
     def _reserve_slot(self, message: Replicate, index: CheckpointIndex) -> Slot:
         """Return the slot for a new replica, with its lock held.
@@ -176,40 +219,122 @@ def _serve_forever(server: ConnectionServer) -> None:
         time.sleep(PAUSE)
 
 
-def _receive_chunks(sender: Conversation, slot: Slot, size: int) -> list[int]:
-    """Fill a slot with the received bytes, and return the CRC-32 of each chunk, which another thread computes."""
-    arrived = Progress()
-    with ThreadPoolExecutor(1) as pool:
-        checksums = pool.submit(_compute_checksums, slot, arrived)
+class _Arrival:
+    """Bytes of a replica that arrive in several streams.
+
+    Attributes:
+        progress: number of bytes at the start of the replica that have arrived.
+    """
+
+    def __init__(self, slot: Slot, message: Replicate) -> None:
+        self.progress = Progress()
+        self._view = slot.memory.view
+        self._size = message.size
+        self._streams = message.streams
+        self._segment_bytes = message.segment_bytes
+        self._complete_segments: set[int] = set()  # those after the first one that is missing
+        self._next_segment = 0  # the first one that is missing
+        self._senders: dict[int, Conversation] = {}  # by stream, while it arrives
+        self._ended_streams: set[int] = set()
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def receive(self, sender: Conversation, stream: int) -> None:
+        """Receive the segments of one stream. Raises OSError or EOFError if it ends early."""
+        with self._changed:
+            is_known = stream in self._senders or stream in self._ended_streams
+            if self._failure is not None or is_known or stream >= self._streams:
+                raise ConnectionError(f"stream {stream} of a replica is not expected")
+            self._senders[stream] = sender
+        failure: BaseException | None = None
         try:
-            for start in range(0, size, _RECEIVE_BYTES):
-                stop = min(start + _RECEIVE_BYTES, size)
-                sender.receive_into(slot.memory.view[start:stop])
-                arrived.advance(stop)
+            for segment, start, stop in list_segments(self._size, self._segment_bytes, stream, self._streams):
+                sender.receive_into(self._view[start:stop])
+                self._add_segment(segment)
+                if self._failure is not None:
+                    raise ConnectionError("another stream of the replica has failed")
+        except BaseException as error:
+            failure = error
+            raise
         finally:
-            arrived.fail()
-        return checksums.result()
+            with self._changed:
+                del self._senders[stream]
+                self._ended_streams.add(stream)
+                self._failure = self._failure or failure
+                self._changed.notify_all()
+
+    def _add_segment(self, segment: int) -> None:
+        """Record that a segment has arrived."""
+        with self._changed:
+            self._complete_segments.add(segment)
+            while self._next_segment in self._complete_segments:
+                self._complete_segments.discard(self._next_segment)
+                self._next_segment += 1
+            self.progress.advance(min(self._next_segment * self._segment_bytes, self._size))
+
+    def wait(self, first: socket.socket) -> None:
+        """Wait until all streams have ended. Raises ConnectionError if one of them failed or did not come.
+
+        Args:
+            first: connection of the first stream, which the sender closes if it gives up.
+        """
+        with self._changed:
+            while len(self._ended_streams) < self._streams and self._failure is None:
+                self._changed.wait(_STALL_POLL)
+                if _has_hung_up(first):
+                    self._failure = self._failure or ConnectionError("the sender has given up")
+            if self._failure is not None:
+                raise ConnectionError(f"a stream of the replica ended early: {self._failure}")
+
+    def close(self) -> None:
+        """Accept no further stream, and wait until no thread writes into the memory."""
+        with self._changed:
+            self._failure = self._failure or ConnectionError("the transfer has ended")
+            for sender in self._senders.values():
+                sender.shut_down()
+            self._changed.wait_for(lambda: not self._senders)
+        self.progress.fail()
+
+
+def _has_hung_up(sock: socket.socket) -> bool:
+    """Return whether the other end has closed the connection, without a wait and without reading."""
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    return bool(poll.poll(0))  # also if the connection has failed
+
+
+def list_segments(size: int, segment_bytes: int, stream: int, streams: int) -> list[tuple[int, int, int]]:
+    """Return number, first byte and end of each segment that a stream carries."""
+    return [
+        (start // segment_bytes, start, min(start + segment_bytes, size))
+        for start in range(stream * segment_bytes, size, streams * segment_bytes)
+    ]
+
+
+def choose_streams(size: int, local_ranks: int) -> int:
+    """Return the number of connections for a replica of `size` bytes, if `local_ranks` ranks of the host send one."""
+    host_share = max(1, _MAX_HOST_STREAMS // max(local_ranks, 1))
+    return max(1, min(_MAX_STREAMS, host_share, size // _SEGMENT_BYTES))
 
 
 def _compute_checksums(slot: Slot, arrived: Progress) -> list[int]:
     """Return the CRC-32 of each chunk of a slot, whose bytes may still be arriving."""
     index = slot.index
     crcs = []
-    for row in range(len(index)):
-        start = int(index.columns["data"][row])
-        stop = start + index.nbytes(row)
-        arrived.wait(stop)
-        crcs.append(crc32(slot.memory.view[start:stop]))
+    with ThreadPoolExecutor(CHECKSUM_THREADS, "megascale-checksums") as executor:  # without work it starts no thread
+        for row in range(len(index)):
+            start = int(index.columns["data"][row])
+            stop = start + index.nbytes(row)
+            arrived.wait(stop)
+            crcs.append(compute_checksum(slot.memory.view[start:stop], executor))
     return crcs
 
 
 class ReplicaSender:
-    """Thread that sends a snapshot to its peer while the snapshot is being completed.
+    """Threads that send a snapshot to its peer while the snapshot is being completed.
 
     Args:
-        staged: description of the snapshot.
         slots: number of slots of the rank.
-        slot: slot of the snapshot.
         progress: number of bytes that are complete.
     """
 
@@ -220,7 +345,10 @@ class ReplicaSender:
         self._progress = progress
         self._crcs: tuple[int, ...] | None = None
         self._problem: str | None = "the transfer did not end"
-        self._peer: Conversation | None = None
+        self._streams = choose_streams(staged.size, len(staged.local_ranks))
+        self._peers: list[Conversation] = []  # of all streams
+        self._is_given_up = False  # whether streams that open now must end at once
+        self._peers_lock = threading.Lock()
         self._last_progress = time.monotonic()
         self._finished = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -237,22 +365,28 @@ class ReplicaSender:
             self._crcs = None if crcs is None else tuple(crcs)
             self._finished.set()
             self._progress.fail()  # no effect if the snapshot is complete
-            if crcs is None and self._peer is not None:
-                self._peer.shut_down()  # stop sending bytes that are useless now
+            if crcs is None:
+                self._shut_down()  # stop sending bytes that are useless now
         while self._thread.is_alive():
             self._thread.join(_STALL_POLL)
             is_stalled = time.monotonic() - self._last_progress > _STALL_SECONDS
-            if is_stalled and self._peer is not None and not is_awaited():
-                self._peer.shut_down()
+            if is_stalled and not is_awaited():
+                self._shut_down()
         return self._problem
+
+    def _shut_down(self) -> None:
+        """End all streams, and those that open later."""
+        with self._peers_lock:
+            self._is_given_up = True
+            for peer in self._peers:
+                peer.shut_down()
 
     def _run(self) -> None:
         assert self._staged.peer is not None
         host, port = self._staged.peer
         try:
-            sock = socket.create_connection((host, port), timeout=_PEER_TIMEOUT)
-            with Conversation(sock, BETWEEN_SERVICES, BETWEEN_SERVICES) as self._peer:
-                self._send(self._peer)
+            with self._connect() as peer:
+                self._send(peer)
             self._problem = None
             return
         except EOFError:
@@ -270,21 +404,42 @@ class ReplicaSender:
     def _is_abandoned(self) -> bool:
         return self._finished.is_set() and self._crcs is None
 
+    def _connect(self) -> Conversation:
+        """Return a new connection to the peer that has proved the token. Raises OSError."""
+        assert self._staged.peer is not None
+        sock = socket.create_connection(self._staged.peer, timeout=_PEER_TIMEOUT)
+        peer = Conversation(sock, BETWEEN_SERVICES, BETWEEN_SERVICES)
+        try:
+            with self._peers_lock:
+                self._peers.append(peer)
+                if self._is_given_up:
+                    peer.shut_down()
+            set_peer_timeout(sock, _PEER_TIMEOUT)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            peer.timeout = _TIMEOUT
+            peer.authenticate(bytes.fromhex(self._staged.token), "replicas", "client")
+        except BaseException:
+            peer.close()
+            raise
+        return peer
+
     def _send(self, peer: Conversation) -> None:
         """Send the snapshot. Raises OSError or EOFError if it did not arrive completely and undamaged."""
         staged = self._staged
-        set_peer_timeout(peer.sock, _PEER_TIMEOUT)
-        peer.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer.timeout = _TIMEOUT
-        peer.authenticate(bytes.fromhex(staged.token), "replicas", "client")
         snapshot = {name: getattr(staged, name) for name in SnapshotMessage.__struct_fields__}
-        peer.send(Replicate(**snapshot, slots=self._slots), self._slot.index.to_bytes())
-        sent_bytes = 0
-        while sent_bytes < staged.size and not self._is_abandoned():
-            stop = min(self._progress.wait(sent_bytes + 1), sent_bytes + _SEND_BYTES)
-            peer.send_bytes(self._slot.memory.view[sent_bytes:stop])
-            sent_bytes = stop
-            self._last_progress = time.monotonic()
+        transfer = secrets.token_hex(16) if self._streams > 1 else ""
+        announcement = Replicate(
+            **snapshot,
+            slots=self._slots,
+            streams=self._streams,
+            segment_bytes=_SEGMENT_BYTES,
+            transfer=transfer,
+        )
+        peer.send(announcement, self._slot.index.to_bytes())
+        if self._streams == 1:
+            self._send_segments(peer, 0)
+        else:
+            self._send_streams(peer, transfer)
         self._finished.wait()
         if self._crcs is None:
             raise OSError(_SNAPSHOT_ABANDONED)
@@ -292,3 +447,37 @@ class ReplicaSender:
         reply = peer.receive_reply(max_body_bytes=0)
         if not isinstance(reply, Replicated) or not reply.is_complete:
             raise ConnectionError("the copy arrived damaged")
+
+    def _send_streams(self, peer: Conversation, transfer: str) -> None:
+        """Send the segments in several streams, of which `peer` is the first. Raises OSError or EOFError as `_send`."""
+        if not isinstance(peer.receive_reply(max_body_bytes=0), ReplicaReady):
+            raise ConnectionError("the peer did not reserve memory")
+        with ThreadPoolExecutor(self._streams - 1, "megascale-replica") as pool:
+            futures = [pool.submit(self._send_stream, transfer, stream) for stream in range(1, self._streams)]
+            try:
+                self._send_segments(peer, 0)
+                for future in futures:
+                    future.result()
+            except BaseException:
+                self._shut_down()  # the other streams would wait for a peer that has given up
+                raise
+
+    def _send_stream(self, transfer: str, stream: int) -> None:
+        """Open another stream and send its segments. After an error, all streams end."""
+        try:
+            with self._connect() as peer:
+                peer.send(ReplicaStream(transfer, stream))
+                self._send_segments(peer, stream)
+        except BaseException:
+            self._shut_down()
+            raise
+
+    def _send_segments(self, peer: Conversation, stream: int) -> None:
+        """Send the segments of one stream, as they are completed. Raises OSError, also if the snapshot never is."""
+        for _, start, end in list_segments(self._staged.size, _SEGMENT_BYTES, stream, self._streams):
+            sent_bytes = start
+            while sent_bytes < end and not self._is_abandoned():
+                stop = min(self._progress.wait(sent_bytes + 1), sent_bytes + _SEND_BYTES, end)
+                peer.send_bytes(self._slot.memory.view[sent_bytes:stop])
+                sent_bytes = stop
+                self._last_progress = time.monotonic()

@@ -26,6 +26,7 @@ MAX_INDEX_BYTES = 1 << 30  # of the index of a snapshot from another host
 State = Annotated[str, Meta(max_length=MAX_MESSAGE_BYTES // 2)]
 Crcs = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 32)], ...], Meta(max_length=MAX_MESSAGE_BYTES // 8)]
 SlotCount = Annotated[int, Meta(ge=1, le=64)]
+StreamCount = Annotated[int, Meta(ge=1, le=64)]
 Token = Annotated[str, Meta(max_length=256)]
 Ranks = Annotated[tuple[Count, ...], Meta(max_length=4096)]
 
@@ -36,7 +37,6 @@ class SnapshotMessage(Message, frozen=True):
     Attributes:
         slot: number of the slot among the rank's slots.
         step: step of the saved state.
-        generation: generation of the save.
         identity: identity of the checkpoints folder.
         state: saved state besides tensors, as JSON.
         ranks: number of ranks that save.
@@ -238,13 +238,37 @@ class OpenedSnapshot(Message, frozen=True):
 class Replicate(SnapshotMessage, frozen=True):
     """Announce a replica of a snapshot. Body: the index of the snapshot.
 
-    The `size` bytes of the snapshot follow, and then `Checksums`.
+    The bytes of the snapshot follow, and then `Checksums`. With several streams, the receiver first replies
+    `ReplicaReady`. The sender then opens the other streams, each of which begins with `ReplicaStream`.
 
     Attributes:
         slots: number of slots of the rank.
+        streams: number of connections that carry the bytes, this one included. Segments of the snapshot go to them in
+            turn.
+        segment_bytes: size of a segment.
+        transfer: random name of the transfer, which the other streams give.
     """
 
     slots: SlotCount
+    streams: StreamCount
+    segment_bytes: Annotated[int, Meta(ge=1)]
+    transfer: Name
+
+
+class ReplicaReady(Message, frozen=True):
+    """Reply that the memory for a replica is reserved, and that the other streams may begin."""
+
+
+class ReplicaStream(Message, frozen=True):
+    """Begin another stream of a replica. The stream's segments follow.
+
+    Attributes:
+        transfer: name of the transfer.
+        stream: number of the stream, from 1.
+    """
+
+    transfer: Name
+    stream: StreamCount
 
 
 class Checksums(Message, frozen=True):
@@ -286,14 +310,13 @@ FROM_SERVICE = Schema(
     OpenedSnapshot,
     limit=MAX_MESSAGE_BYTES,
 )
-BETWEEN_SERVICES = Schema(Replicate, Checksums, Replicated, limit=MAX_MESSAGE_BYTES)
+BETWEEN_SERVICES = Schema(Replicate, ReplicaReady, ReplicaStream, Checksums, Replicated, limit=MAX_MESSAGE_BYTES)
 
 
 def private_folder(run: pathlib.Path | str, node: str | None = None) -> pathlib.Path:
     """Return this user's folder on this host for the service of one run (see make_private_folder).
 
     Args:
-        run: run folder.
         node: name of the node, if a launcher runs several nodes on one host. Each of them has its own service.
             Default: the node of this process.
     """

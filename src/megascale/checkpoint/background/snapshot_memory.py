@@ -40,7 +40,7 @@ _CALL_BYTES = 64 << 20
 # Largest numbers of threads, beyond which the memory's bandwidth is the limit.
 _CLEARING_THREADS = 16  # for new pages
 _MAPPING_THREADS = 8  # for pages that the kernel has already cleared
-_CHECKSUM_THREADS = 4  # for each rank of the host; one thread reads some 8 GB/s
+CHECKSUM_THREADS = 4  # for each rank of the host; one thread reads some 8 GB/s
 _CHECKSUM_PIECE = 16 << 20  # bytes of a chunk that one thread reads
 
 
@@ -241,6 +241,10 @@ class StagingMemory:
         except OSError:
             os.close(self.descriptor)
             raise
+        # Huge pages shorten clearing, mapping, page-locking and, at the end of a process, its release. The kernel uses
+        # them if /sys/kernel/mm/transparent_hugepage/shmem_enabled is "advise".
+        with contextlib.suppress(OSError):  # a kernel without huge pages refuses
+            self.map.madvise(mmap.MADV_HUGEPAGE)
         self.page_filler = PageFiller(self.map, turn)
         _memories.add(self)
 
@@ -415,7 +419,7 @@ def frame_chunks(
     crcs = np.zeros(len(index), np.uint32)
     file_crc = 0
     framed_count = 0
-    threads = min(usable_cores(), _CHECKSUM_THREADS)
+    threads = min(usable_cores(), CHECKSUM_THREADS)
     with ThreadPoolExecutor(threads, "megascale-checksums") as executor:  # without work it starts no thread
         for staged_count in staged_counts:
             for row in range(framed_count, staged_count):
@@ -423,7 +427,7 @@ def frame_chunks(
                 data = int(columns["data"][row])
                 length = int(columns["length"][row])
                 stop = data + index.nbytes(row)
-                crc = _compute_checksum(memory[data:stop], executor)
+                crc = compute_checksum(memory[data:stop], executor)
                 crcs[row] = crc
                 head, tail = archive.build_archive_frame(index.info(row).dtype, index.box(row).sizes, crc, length)
                 memory[start:data] = head
@@ -436,7 +440,7 @@ def frame_chunks(
     return crcs, file_crc
 
 
-def _compute_checksum(data: memoryview, executor: ThreadPoolExecutor) -> int:
+def compute_checksum(data: memoryview, executor: ThreadPoolExecutor) -> int:
     """Return the CRC-32 of a chunk. Threads, which the interpreter lock does not stop, share a large one."""
     if len(data) <= _CHECKSUM_PIECE:
         return crc32(data)

@@ -41,7 +41,6 @@ class SaveOutcome:
     """Outcome of a save.
 
     Attributes:
-        step: step of the saved state.
         committed: whether the checkpoint is complete in storage. Only the first process knows it. On other processes,
             and for snapshots that stay in memory, it is False with an empty `reason`.
         reason: reason of a failure, or an empty text.
@@ -147,9 +146,6 @@ class ReplicaBarrier:
 class ServiceConnections:
     """Connections of several threads to the host's service, which another thread can end together.
 
-    Args:
-        connect: returns a new connection.
-
     Attributes:
         end_reason: reason of the end, or an empty text before the end.
     """
@@ -183,16 +179,12 @@ class StagingSlot:
     """Shared memory for one snapshot on the trainer's side, with the queue of the thread that copies into it.
 
     Args:
-        descriptor: file descriptor of the memory.
         index: index of this process's file.
         chunks: chunks of the file in live memory, in the order of `index`.
-        device: device of the live memory.
         generation: generation of a complete snapshot that the memory already contains, or an empty text.
 
     Attributes:
         inode: identity of the shared memory.
-        generation: generation of the snapshot.
-        is_complete: whether the snapshot is complete in the service.
         prepared: set once `prepare` has ended.
         has_failed: whether `prepare` failed.
         free: set while neither the slot's thread nor the service uses the slot.

@@ -51,7 +51,6 @@ class Commit:
 
     @property
     def index_file(self) -> str:
-        """Return the name of the index file."""
         return f"{self.generation}-index.npz"
 
     @property

@@ -21,7 +21,6 @@ def explain_mismatch(
     """Return an error message if the checkpoint lacks tensors of the shards or has them in other shapes, or None.
 
     Args:
-        name: name of the checkpoint in the message.
         state: saved state of the checkpoint, whose configuration gives hints.
     """
     shapes = {shard.name: tuple(shard.shape) for shard in shards}
@@ -49,7 +48,6 @@ def explain_leftovers(name: str, index: CheckpointIndex, rows: np.ndarray) -> st
     """Return an error message if no process loads some of the checkpoint's model tensors, or None.
 
     Args:
-        name: name of the checkpoint in the message.
         rows: rows of the chunks that the processes load.
     """
     loaded_positions = set(index.columns["tensor"][rows].tolist())

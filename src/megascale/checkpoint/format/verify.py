@@ -95,7 +95,6 @@ class VerifyResult:
     """Result of a verification.
 
     Attributes:
-        step: step of the checkpoint.
         bytes: number of bytes that were read.
         problems: one line per file that differs from the written one.
         tensors: names of the tensors with damaged chunks.

@@ -163,7 +163,6 @@ def _merge_tensors(offers: Sequence[Offer]) -> dict[str, TensorInfo]:
 
 
 def _stack_offers(offers: Sequence[Offer], tensors: dict[str, TensorInfo]) -> _ChunkTable:
-    """Return the chunks of all offers in one table."""
     positions = {name: i for i, name in enumerate(tensors)}
     dims = max((offer.box.shape[2] for offer in offers), default=0)
     row_count = sum(len(offer.tensor) for offer in offers)

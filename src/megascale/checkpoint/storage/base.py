@@ -87,7 +87,6 @@ def explain_save_error(error: Exception, storage: Storage, required_bytes: int) 
     """Return the error of a failed save with its cause and remedy.
 
     Args:
-        error: error that made the save fail.
         required_bytes: size of the checkpoint.
     """
     if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:

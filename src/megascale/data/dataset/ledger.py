@@ -17,6 +17,7 @@ import numpy as np
 from megascale.data.dataset.formats import is_text
 from megascale.data.dataset.read_checksum import ReadSums, ReadTotals, split_range, sum_numbers, sum_samples
 from megascale.data.dataset.samples import SampleSource, hash_sample_ids
+from megascale.errors import DataError
 
 # Most tokens that a check reads again by default. Text must be tokenised again, which takes longer.
 _MAX_TOKENS = 1 << 26
@@ -36,6 +37,7 @@ class LedgerReport:
         missing: a sentence per sequence of steps without lines, as after a crash.
         unaccounted_samples: number of samples of steps without lines that no totals cover.
         steps_before_change: number of steps before the last accepted change, whose samples cannot be read again.
+        lost_steps: number of saved steps after the last line, which the ledger does not cover.
         faults: a sentence per fault; empty if every sample from 0 on was trained once, in the order of the seed.
     """
 
@@ -47,6 +49,7 @@ class LedgerReport:
     compared_steps: int = 0
     unaccounted_samples: int = 0
     steps_before_change: int = 0
+    lost_steps: int = 0
     missing: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
@@ -73,7 +76,11 @@ class _Span:
 
 
 def check_ledger(
-    lines: Sequence[dict[str, Any]], source: SampleSource | None, max_faults: int = 10, full: bool = False
+    lines: Sequence[dict[str, Any]],
+    source: SampleSource | None,
+    max_faults: int = 10,
+    full: bool = False,
+    saved_step: int = 0,
 ) -> LedgerReport:
     """Return the report on a ledger's lines.
 
@@ -82,8 +89,12 @@ def check_ledger(
         max_faults: largest number of faults reported.
         full: read the tokens of all steps. By default at most _MAX_TOKENS tokens are read, or _MAX_TEXT_TOKENS if the
             data has text, in steps spread evenly over the run.
+        saved_step: step of the run's last saved checkpoint, up to which the ledger must have lines.
+
+    Raises DataError for a line without a valid step, first sample or number of samples.
     """
     report = LedgerReport()
+    _check_fields(lines)
     spans = _find_spans(lines)
     _check_order(lines, {span.step: span.begin for span in spans}, report)
     totals = [ReadTotals.from_record(line.get("read")) for line in lines]
@@ -111,9 +122,31 @@ def check_ledger(
         for span in selected:
             if _sum_span(span, source).tokens != span.sums.tokens:
                 report.faults.append(f"{span}: the tokens that ranks read differ from the files' tokens")
+    _check_end(lines, saved_step, report)
     if len(report.faults) > max_faults:
         report.faults[max_faults:] = [f"and {len(report.faults) - max_faults} more"]
     return report
+
+
+def _check_fields(lines: Sequence[dict[str, Any]]) -> None:
+    """Raise DataError for a line without a valid step, first sample or number of samples."""
+    for number, line in enumerate(lines, 1):
+        values = [line.get(name) for name in ("step", "first", "count")]
+        if not all(type(value) is int and value >= 0 for value in values):
+            raise DataError(
+                f"line {number} of the ledger (samples/ledger.jsonl) does not name the samples of a step; the file was "
+                "edited or the disk is damaged. Restore it from a copy, or move it away to resume without its history"
+            )
+
+
+def _check_end(lines: Sequence[dict[str, Any]], saved_step: int, report: LedgerReport) -> None:
+    """Report steps that were saved after the last line."""
+    last_step = lines[-1]["step"] if lines else 0
+    if saved_step <= last_step:
+        return
+    report.lost_steps = saved_step - last_step
+    steps = f"step {saved_step} has" if report.lost_steps == 1 else f"steps {last_step + 1} to {saved_step} have"
+    report.missing.append(f"{steps} no line, but a checkpoint of step {saved_step} was saved")
 
 
 def _check_order(lines: Sequence[dict[str, Any]], covered_from: Mapping[int, int], report: LedgerReport) -> None:
@@ -159,7 +192,7 @@ def _check_ids(lines: Sequence[dict[str, Any]], source: SampleSource, report: Le
     end = 0
     for line in lines:
         step_ids = source.find_sample_ids(line["first"], line["count"])
-        if f"{hash_sample_ids(step_ids):016x}" != line["ids"]:
+        if f"{hash_sample_ids(step_ids):016x}" != line.get("ids"):
             report.faults.append(f"step {line['step']} trained other samples than the seed and the files give")
         ids.append(step_ids)
         end = line["first"] + line["count"]
@@ -218,6 +251,7 @@ def find_step_samples(lines: Sequence[dict[str, Any]], step: int, global_batch: 
 
     For a step without a line, both are computed from the last line before it, with `global_batch` samples per step.
     """
+    _check_fields(lines)
     earlier = [line for line in lines if line["step"] <= step]
     if not earlier:
         return (step - 1) * global_batch, global_batch

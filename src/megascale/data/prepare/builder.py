@@ -8,7 +8,6 @@ interruptions change the result.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -17,7 +16,7 @@ import platform
 import shutil
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,14 @@ from megascale.data.dataset.manifest import MANIFEST, DataSetPart, Manifest, mea
 from megascale.data.dataset.sources import InputPiece
 from megascale.data.dataset.tokenizer_agreement import has_other_tokenizer
 from megascale.data.prepare import stdlib, worker_pool
-from megascale.data.prepare.encode_worker import SPLITS, EncodeJob, get_part_prefix, read_finished
+from megascale.data.prepare.encode_worker import (
+    SPLITS,
+    EncodeJob,
+    describe_write_error,
+    get_part_prefix,
+    is_disk_full,
+    read_finished,
+)
 from megascale.data.prepare.split import MIN_DOCUMENTS, Split, hash_text
 from megascale.data.tokenizer.base import Tokenizer, check_representation
 from megascale.data.tokenizer.huggingface_file import CONFIG, read_configured_end
@@ -78,6 +84,8 @@ class _BuildPlan:
         pieces: pieces of the input.
         split: rule that assigns documents to training and held-out text.
         key: key of the text in jsonl records and parquet rows.
+        skipped: numbers of files and links that have no piece, by reason.
+        vocab_size: requested size of a tokenizer that is trained; 0: a tokenizer is given.
     """
 
     recipe: str
@@ -85,6 +93,8 @@ class _BuildPlan:
     pieces: list[InputPiece]
     split: Split
     key: str
+    skipped: dict[str, int] = field(default_factory=dict)
+    vocab_size: int = 0
 
     @property
     def size(self) -> int:
@@ -142,11 +152,12 @@ def build(
         tokenizer_settings = [given_tokenizer.sha256, given_tokenizer.end_of_document]
         tokenizer_settings += given_tokenizer.begin_of_document
     files: list[sources.SourceFile] = []
+    skipped: dict[str, int] = {}
     if use_stdlib:
         settings: list[Any] = [tokenizer_settings, None]
     else:
         settings = [tokenizer_settings, [held_out, text_key]]
-        files = sources.find_files([Path(path) for path in inputs], excluded_folder=out)
+        files, skipped = sources.find_files_and_skipped([Path(path) for path in inputs], excluded_folder=out)
     recipe = _hash_inputs(settings, files)
     manifest = find_result(out, recipe)
     if manifest is not None:
@@ -156,6 +167,9 @@ def build(
         plan = _plan_stdlib(recipe)
     else:
         plan = _plan_files(recipe, files, [str(path) for path in inputs], share=held_out, key=text_key)
+        plan = replace(plan, skipped=skipped)
+    if given_tokenizer is None:
+        plan = replace(plan, vocab_size=vocab_size)
     with _make_progress_bars(progress) as bars, _lock_parts_folder(out, plan) as parts_folder:
         if not (parts_folder / TOKENIZER).exists():
             _add_tokenizer(parts_folder, plan, given_tokenizer, vocab_size, bars)
@@ -281,25 +295,26 @@ def _lock_parts_folder(out: Path, plan: _BuildPlan) -> Iterator[Path]:
     The folder is removed at the end of the context. After a failure, finished pieces stay for the next build.
     """
     parts_folder = out / PARTS
-    parts_folder.mkdir(parents=True, exist_ok=True)
-    with open(out / f"{PARTS}.lock", "w") as lock:
+    try:
+        parts_folder.mkdir(parents=True, exist_ok=True)
+        lock_file = open(out / f"{PARTS}.lock", "w")  # noqa: SIM115 - closed by the next statement
+    except OSError as error:
+        raise DataError(describe_write_error(out, error)) from None
+    with lock_file as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise DataError(
                 f"another process is building in {out}; wait for it, end it, or choose another --out"
             ) from None
-        _remove_stale(out, parts_folder, plan)
         try:
+            _remove_stale(out, parts_folder, plan)
             yield parts_folder
         except BaseException as error:
             if not any(read_finished(parts_folder, piece.number) for piece in plan.pieces):
                 _remove_parts(out)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise DataError(
-                    f"the disk that holds {out} is full; free some space and run the same command again, which "
-                    "continues with the missing pieces"
-                ) from None
+            if isinstance(error, OSError) and is_disk_full(error):
+                raise DataError(describe_write_error(out, error)) from None
             raise
         _remove_parts(out)
 
@@ -367,7 +382,7 @@ def _join_pieces(out: Path, parts_folder: Path, plan: _BuildPlan, bars: Progress
     tokenizer = load_tokenizer(parts_folder / TOKENIZER)
     records = [read_finished(parts_folder, piece.number) for piece in plan.pieces]
     encoded_pieces = [record for record in records if record is not None]
-    skipped: dict[str, int] = {}
+    skipped = dict(plan.skipped)
     for piece in encoded_pieces:
         for reason, count in piece.skipped.items():
             skipped[reason] = skipped.get(reason, 0) + count
@@ -384,7 +399,12 @@ def _join_pieces(out: Path, parts_folder: Path, plan: _BuildPlan, bars: Progress
     check_representation(tokenizer, sum(sizes.values()), sum(lost.values()), plan.format_inputs())
     tokenizer.save(out / TOKENIZER)
     dtype = choose_token_dtype(tokenizer.vocab_size)
-    notes = (_make_begin_note(tokenizer), _make_loss_note(sizes, lost), _make_share_note(sizes, plan))
+    notes = (
+        _make_begin_note(tokenizer),
+        _make_loss_note(sizes, lost),
+        _make_share_note(sizes, plan),
+        _make_vocabulary_note(tokenizer, plan),
+    )
     manifest = Manifest(
         plan.inputs,
         plan.recipe,
@@ -492,6 +512,16 @@ def _make_share_note(sizes: dict[str, int], plan: _BuildPlan) -> str:
     if any(piece.sides for piece in plan.pieces) or abs(share - requested) <= requested / 2:
         return ""
     return f"{share:.2%} of the text is held out, where --held-out={requested:g} requests {requested:.2%}"
+
+
+def _make_vocabulary_note(tokenizer: Tokenizer, plan: _BuildPlan) -> str:
+    """Return a note if a trained tokenizer has fewer entries than requested, because the text has no more merges."""
+    if tokenizer.vocab_size >= plan.vocab_size:
+        return ""
+    return (
+        f"the tokenizer has {tokenizer.vocab_size:,} entries, where --vocab-size={plan.vocab_size} requests more: the "
+        "text has too few different words"
+    )
 
 
 def _make_progress_bars(show: bool) -> Progress:

@@ -20,7 +20,7 @@ from megascale.data.dataset.indexed import IndexedWriter, choose_token_dtype, ge
 from megascale.data.dataset.manifest import DataSetPart, Manifest
 from megascale.data.prepare.builder import TOKENIZER_CHARACTERS, describe_tokenizer, find_result
 from megascale.data.prepare.conversations import EncodedConversation, encode_lines, parse_conversation, read_lines
-from megascale.data.prepare.encode_worker import SPLITS
+from megascale.data.prepare.encode_worker import SPLITS, describe_write_error, is_disk_full
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.chat_template import (
     CHATML,
@@ -28,6 +28,7 @@ from megascale.data.tokenizer.chat_template import (
     CHATML_END,
     TEMPLATE,
     ChatTemplate,
+    check_special_tokens,
     find_template,
     load_chat_template,
     read_template,
@@ -163,16 +164,24 @@ def build_chat(
     used_tokenizer = given_tokenizer
     if used_tokenizer is None:
         used_tokenizer = train_tokenizer(_read_texts(paths), vocab_size, [CHATML_BEGIN, CHATML_END])
+    template_notes: list[str] = []
+    if chat_template is not None and tokenizer_folder is not None:
+        template_notes = check_special_tokens(chat_template, tokenizer_folder, used_tokenizer)
     try:
         result = _encode(out, paths, used_tokenizer, chat_template, threshold, max_tokens)
+        _save_tokenizer(out, used_tokenizer, tokenizer_folder, chat_template)
+        notes = [*template_notes, *_list_notes(result.statistics)]
+        result.manifest = _make_manifest(out, paths, recipe, used_tokenizer, result.statistics, notes=notes)
+        result.manifest.save(out)
     except DataError:
         # The folder is removed only if it is empty: rmdir fails if it holds other files.
         with suppress(OSError):
             out.rmdir()
         raise
-    _save_tokenizer(out, used_tokenizer, tokenizer_folder, chat_template)
-    result.manifest = _make_manifest(out, paths, recipe, used_tokenizer, result.statistics)
-    result.manifest.save(out)
+    except OSError as error:
+        if is_disk_full(error):
+            raise DataError(describe_write_error(out, error)) from None
+        raise
     return result
 
 
@@ -244,7 +253,10 @@ def _encode(
     statistics = {split: SplitStatistics() for split in SPLITS}
     sample: list[TextRun] = []
     dtype = choose_token_dtype(tokenizer.vocab_size)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(describe_write_error(out, error)) from None
     with ExitStack() as stack:
         writers = {split: stack.enter_context(_WeightedWriter(out / split, dtype)) for split in SPLITS}
         for line, conversation, encoded in encode_lines(read_lines(files), tokenizer, template):
@@ -309,7 +321,13 @@ def _save_tokenizer(out: Path, tokenizer: Tokenizer, source: Path | None, templa
 
 
 def _make_manifest(
-    out: Path, files: Sequence[Path], recipe: str, tokenizer: Tokenizer, statistics: dict[str, SplitStatistics]
+    out: Path,
+    files: Sequence[Path],
+    recipe: str,
+    tokenizer: Tokenizer,
+    statistics: dict[str, SplitStatistics],
+    *,
+    notes: list[str],
 ) -> Manifest:
     parts = {}
     for split, split_statistics in statistics.items():
@@ -332,7 +350,7 @@ def _make_manifest(
         dtype=choose_token_dtype(tokenizer.vocab_size).name,
         parts=parts,
         version=__version__,
-        notes=list(_list_notes(statistics)),
+        notes=notes,
     )
 
 

@@ -8,6 +8,7 @@ A piece is finished when its .json file exists.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -150,6 +151,21 @@ def encode_piece(piece: InputPiece, tokenizer: Tokenizer, job: EncodeJob, progre
     write_atomically(_record_path(folder, piece.number), json.dumps(asdict(encoder.result)))
 
 
+def is_disk_full(error: OSError) -> bool:
+    """Return whether a write failed because the disk, or the user's quota of it, is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def describe_write_error(out: Path, error: OSError) -> str:
+    """Return why a build cannot write into its folder, and the remedy."""
+    if is_disk_full(error):
+        return (
+            f"the disk that holds {out} is full; free some space and run the same command again, which "
+            "continues with the missing pieces"
+        )
+    return f"{out} cannot be written: {error.strerror or error}; choose another --out"
+
+
 def _send(**record: object) -> None:
     sys.stdout.write(json.dumps(record) + "\n")
     sys.stdout.flush()
@@ -170,7 +186,7 @@ def main() -> None:
     except MegascaleError as error:
         _send(error=str(error))
     except OSError as error:
-        _send(error=f"writing into {job.folder} failed: {error}", errno=error.errno)
+        _send(error=describe_write_error(Path(job.folder).parent, error))
 
 
 if __name__ == "__main__":

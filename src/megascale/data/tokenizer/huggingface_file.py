@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -22,10 +23,49 @@ from megascale.errors import ConfigError, DataError
 CONFIG = "tokenizer_config.json"
 # Normalisation steps that drop only white space. Any other step is assumed to drop other characters too.
 _LOSSLESS_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "Strip", "ByteLevel", "Precompiled"}
+_PREVIOUS_TEXT = "\n"  # text after which a continuation is encoded
+_JOIN_SECONDS = 0.2  # longest time until a thread's caller handles a signal
 
 
 class NotATokenizerError(ValueError):
     """The contents of a file are not a tokenizer.json."""
+
+
+class _TrainingStoppedError(Exception):
+    """The training of a tokenizer is interrupted."""
+
+
+def _train_interruptibly(library_tokenizer: Any, texts: Iterable[str], trainer: Any) -> None:
+    """Train a tokenizer in a thread, since the library handles no signal until it returns.
+
+    After KeyboardInterrupt the thread receives no more text. It may compute until the process ends.
+    """
+    is_stopped = threading.Event()
+    errors: list[BaseException] = []
+
+    def read_texts() -> Iterator[str]:
+        for text in texts:
+            if is_stopped.is_set():
+                raise _TrainingStoppedError
+            yield text
+
+    def train() -> None:
+        try:
+            library_tokenizer.train_from_iterator(read_texts(), trainer)
+        except BaseException as error:  # raised again in the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=train, name="tokenizer training", daemon=True)
+    try:
+        thread.start()
+        while thread.is_alive():
+            thread.join(_JOIN_SECONDS)
+    finally:
+        is_stopped.set()  # also if a signal comes while the thread starts
+        if thread.ident is not None:
+            thread.join(_JOIN_SECONDS)
+    if errors:
+        raise errors[0]
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -101,7 +141,14 @@ class HuggingFaceTokenizer(Tokenizer):
             library_tokenizer = Library.from_str(text)
         except Exception as error:  # the library raises plain Exception on a file it cannot parse
             raise NotATokenizerError(str(error)) from None
-        return cls(library_tokenizer, end_of_document, source=source, record=json.loads(text))
+        record = json.loads(text)
+        dropout = record["model"].get("dropout")
+        if dropout:
+            raise DataError(
+                f"{source} has model.dropout={dropout}, which gives equal texts different tokens at random; set it to "
+                "null"
+            )
+        return cls(library_tokenizer, end_of_document, source=source, record=record)
 
     @classmethod
     def train_bpe(
@@ -125,8 +172,26 @@ class HuggingFaceTokenizer(Tokenizer):
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size, special_tokens=special_tokens, initial_alphabet=alphabet, show_progress=False
         )
-        library_tokenizer.train_from_iterator(texts, trainer)
+        _train_interruptibly(library_tokenizer, texts, trainer)
         return cls(library_tokenizer)
+
+    def encode_continuation(self, text: str) -> list[int]:
+        ids = self.encode(text)
+        if not self._adds_prefix:
+            return ids
+        # The prefix, such as a blank, belongs to the start of a text. The ids after a line break have none.
+        previous_ids = self.encode(_PREVIOUS_TEXT)
+        joined_ids = self.encode(_PREVIOUS_TEXT + text)
+        # A merge across the border would change the ids of the line break.
+        if previous_ids and joined_ids[: len(previous_ids)] == previous_ids:
+            return joined_ids[len(previous_ids) :]
+        return ids
+
+    @cached_property
+    def _adds_prefix(self) -> bool:
+        """True if the tokenizer adds a prefix, such as a blank, to the start of a text."""
+        ids = self.encode("a")
+        return self.decode(ids + ids) != "aa"
 
     def encode_markup(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         with self._raise_data_errors():
@@ -228,13 +293,28 @@ def _make_encoder(library_tokenizer: Any, record: dict[str, Any], special_ids: l
 
 
 def read_configured_end(path: Path) -> str | None:
-    """Return the name of eos_token in a Hugging Face tokenizer_config.json, or None without one."""
+    """Return the name of eos_token in a Hugging Face tokenizer_config.json, or None without one.
+
+    Raises DataError for a file that is not a JSON object, and for an eos_token that is not a name. Another token would
+    silently end the documents.
+    """
     try:
-        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-    except (OSError, ValueError, AttributeError):
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
         return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}; copy it again, or remove it") from None
+    try:
+        settings = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON ({error}); copy it again, or remove it") from None
+    if not isinstance(settings, dict):
+        raise DataError(f"{path} is not a JSON object; copy it again, or remove it")
+    value = settings.get("eos_token")
     if isinstance(value, dict):
-        return value.get("content")
+        value = value.get("content")
+    if value is not None and not isinstance(value, str):
+        raise DataError(f"{path} has eos_token={value!r}; write the name of one token, such as {END_OF_DOCUMENT!r}")
     return value
 
 

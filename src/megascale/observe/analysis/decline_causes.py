@@ -66,7 +66,6 @@ class _FrequentRank(NamedTuple):
     """The rank that is most often the last.
 
     Attributes:
-        step_count: number of steps in which it is the last.
         last_rank_count: number of ranks that are the last in some step.
     """
 
@@ -106,8 +105,6 @@ class WindowComparison:
     """Search for the causes of a growth of the step time between two windows.
 
     Args:
-        early, late: times of the windows.
-        growth_seconds: growth of the step time.
         tables: source of the counters of GPUs; None leaves them out.
     """
 

@@ -19,7 +19,7 @@ action and axis.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -145,17 +145,6 @@ class RankTimes:
         newest_ns = np.where(is_recorded, self.details["last"], 0.0).max(1)
         silent = np.flatnonzero(newest_ns < newest_ns.max() - _SILENT_NS)
         return {int(self.ranks[r]): int(self.steps[is_recorded[r]].max(initial=0)) for r in silent}
-
-    def select_steps(self, mask: Array) -> RankTimes:
-        """Return the times of the steps that `mask`, bool [steps], selects."""
-        return replace(
-            self,
-            steps=self.steps[mask],
-            seconds=self.seconds[:, mask],
-            categories={name: values[:, mask] for name, values in self.categories.items()},
-            waits={name: values[:, mask] for name, values in self.waits.items()},
-            details={name: values[:, mask] for name, values in self.details.items()},
-        )
 
     def describe_position(self, index: int) -> str:
         """Return the coordinates of the rank at `index` in `ranks` as text."""

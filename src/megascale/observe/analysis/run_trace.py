@@ -106,7 +106,6 @@ class _Transfer:
     """A message.
 
     Attributes:
-        kind: kind of the send.
         duration: nanoseconds from the later of send and receive to the arrival.
         was_awaited: whether the receiver waited for the message.
         rows: rows of the send and of the receive.
@@ -133,7 +132,6 @@ class _TraceBuilder:
         self._sequences: Counter[str] = Counter()
 
     def add_step(self, ranks: list[RankStep]) -> None:
-        """Add all ranks of one step."""
         stages = max(rank_step.coordinates[1] for rank_step in ranks) + 1
         chunks = [act.chunk for rank_step in ranks for act in rank_step.actions if act.action in _COMPUTE_KINDS]
         self._chunk_map = make_chunk_map(stages, max(chunks, default=0) + 1, self._placement)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from megascale.observe.analysis.rank_times import RankTimes
-from megascale.observe.analysis.slow_ranks import ALARM_RATE, measure_healthy_spread, nan_median, subtract_peer_median
+from megascale.observe.analysis.slow_ranks import measure_healthy_spread, nan_median, subtract_peer_median
 
 Array = np.ndarray[Any, Any]
 
@@ -104,22 +104,20 @@ class _ExcessWaits:
         )
 
 
-def find_slow_links(times: RankTimes, slow: set[int], alarm_rate: float = ALARM_RATE) -> list[SlowLink]:
+def find_slow_links(times: RankTimes, slow: set[int]) -> list[SlowLink]:
     """Find the slow links, those with the largest share first.
 
     Args:
         slow: numbers of the ranks that are slow themselves; the other ranks of their replicas wait for them.
-        alarm_rate: accepted rate of false alarms per analysis.
     """
-    return _LinkSearch(times, alarm_rate).find_links(slow)
+    return _LinkSearch(times).find_links(slow)
 
 
 class _LinkSearch:
     """The search for slow links in one window of steps."""
 
-    def __init__(self, times: RankTimes, alarm_rate: float) -> None:
+    def __init__(self, times: RankTimes) -> None:
         self.times = times
-        self.alarm_rate = alarm_rate
         self.step_seconds = float(np.nanmedian(times.seconds))
         self.tensor, self.stage, self.data = times.coordinates.T
         self.pipeline_waits = self._measure_pipeline()
@@ -278,7 +276,7 @@ class _LinkSearch:
             return None
         noise = _SD_PER_MAD * nan_median(np.abs(differences - seconds[:, None]))
         error = _MEDIAN_ERROR * noise / np.sqrt(np.maximum(np.isfinite(differences).sum(1), 1))
-        spread, z = measure_healthy_spread(seconds, error, self.alarm_rate)
+        spread, z = measure_healthy_spread(seconds, error)
         spread = 0.0 if np.isnan(spread) else spread
         z *= _WIDER_TAILS
         limit = np.maximum(MIN_SHARE * self.step_seconds, z * np.sqrt(spread**2 + error**2))

@@ -53,14 +53,12 @@ class SlowRank:
     """A rank that is slower than its peers. An excess of 0.05 is 5% above the peers' median.
 
     Attributes:
-        rank: its number.
         excess: median excess over the slow steps; for an irregular rank, the mean over all steps.
         error: standard error of the excess.
         limit: smallest excess that is reported for this rank.
         confidence: 1 minus the expected number of healthy ranks with such an excess.
         state: "persistent" (slow in most of the window and at its end), "passing" (slow for a part of the window) or
             "irregular" (late in single steps).
-        first, last: first and last slow step.
         slow_steps: bool [steps], the slow steps of the window.
         peer_count: number of ranks with which the rank was compared.
     """
@@ -98,9 +96,7 @@ class Judgement:
     uncompared: int
 
 
-def judge_ranks(
-    busy: Array, group: Array, steps: Array, ranks: Array | None = None, alarm_rate: float = ALARM_RATE
-) -> Judgement:
+def judge_ranks(busy: Array, group: Array, steps: Array, ranks: Array | None = None) -> Judgement:
     """Find the ranks that are slower than their peers.
 
     Args:
@@ -108,7 +104,6 @@ def judge_ranks(
         group: int [ranks]; ranks with the same number are comparable.
         steps: step numbers, ascending, [steps].
         ranks: rank numbers, by default 0, 1, ...
-        alarm_rate: accepted rate of false alarms per analysis.
     """
     if ranks is None:
         ranks = np.arange(len(busy))
@@ -125,7 +120,7 @@ def judge_ranks(
     compared_count = int(np.isfinite(excess).sum())
     if not compared_count:
         return Judgement((), excess, log_ratio, spread=float("nan"), limit=float("nan"), uncompared=len(busy))
-    spread, z = measure_healthy_spread(excess, error, alarm_rate)
+    spread, z = measure_healthy_spread(excess, error)
     limit = compute_excess_limits(error, spread, z)
     mean, mean_limit = _measure_means(log_ratio, has_enough_steps, limit)
     is_slow = excess > limit
@@ -169,7 +164,6 @@ def judge_ranks(
         ranks=ranks,
         peer_counts=peer_counts,
         compared_count=compared_count,
-        alarm_rate=alarm_rate,
     )
     slow_ranks.sort(key=lambda rank: (_STATE_ORDER[rank.state], -rank.excess))
     return Judgement(
@@ -207,7 +201,7 @@ def subtract_peer_median(values: Array, group: Array) -> tuple[Array, Array]:
     return differences, peer_counts
 
 
-def measure_healthy_spread(excess: Array, error: Array, alarm_rate: float = ALARM_RATE) -> tuple[float, float]:
+def measure_healthy_spread(excess: Array, error: Array) -> tuple[float, float]:
     """Measure how much healthy ranks differ.
 
     Args:
@@ -216,10 +210,10 @@ def measure_healthy_spread(excess: Array, error: Array, alarm_rate: float = ALAR
 
     Returns:
         The standard deviation of healthy ranks, NaN with fewer than LARGE_JOB ranks; and the limit z in such
-        deviations. In a fraction `alarm_rate` of the analyses, the excess of some healthy rank is above the limit.
+        deviations. In a fraction ALARM_RATE of the analyses, the excess of some healthy rank is above the limit.
     """
     finite = excess[np.isfinite(excess)]
-    z = _NORMAL.inv_cdf(1 - alarm_rate / len(finite))
+    z = _NORMAL.inv_cdf(1 - ALARM_RATE / len(finite))
     if len(finite) < LARGE_JOB:
         return float("nan"), z
     observed = _SD_PER_MAD * float(np.median(np.abs(finite - np.median(finite))))
@@ -350,7 +344,6 @@ def _find_passing(
     ranks: Array,
     peer_counts: Array,
     compared_count: int,
-    alarm_rate: float,
 ) -> list[SlowRank]:
     """Find ranks that were slow in some blocks of the window only.
 
@@ -367,7 +360,7 @@ def _find_passing(
     first = len(steps) - block_count * length  # an incomplete block lies at the begin of the window
     blocks = log_ratio[:, first:].reshape(len(log_ratio), block_count, length)
     block_medians = np.stack([nan_median(blocks[:, b]) for b in range(block_count)], 1)
-    z = _NORMAL.inv_cdf(1 - alarm_rate / (compared_count * block_count))
+    z = _NORMAL.inv_cdf(1 - ALARM_RATE / (compared_count * block_count))
     block_limit = limit + z * _MEDIAN_ERROR * noise / np.sqrt(length)  # of the median of a block, [ranks]
     passing = []
     for r in np.flatnonzero((block_medians > block_limit[:, None]).any(1) & candidates):

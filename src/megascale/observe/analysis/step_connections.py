@@ -21,7 +21,6 @@ class CollectiveKey(NamedTuple):
     """Identity of a collective of one step, equal on all of its members.
 
     Attributes:
-        axis: axis of the communication.
         group: coordinates that all members share; which ones depends on the axis.
         action, chunk, microbatch: the action in which each member began the collective.
         position: number of earlier ones among the action's collectives along this axis.

@@ -32,7 +32,6 @@ class _View(NamedTuple):
     """View of a timeline: the axis whose ranks are next to each other.
 
     Attributes:
-        axis: index of the axis.
         sort_axes: indexes of all axes, in the order in which their coordinates sort the ranks. The last one is `axis`.
     """
 
@@ -74,7 +73,6 @@ class Message(NamedTuple):
     """A message between stages. Times are nanoseconds since the timeline's begin.
 
     Attributes:
-        send_begin: begin of the send.
         compute_begin: begin of the receiver's compute that needs the message.
     """
 

@@ -25,7 +25,7 @@ import numpy as np
 from megascale.observe.analysis.gpu_counters import describe_gpu
 from megascale.observe.analysis.rank_times import CATEGORIES, RankTimes
 from megascale.observe.analysis.slow_links import SlowLink, find_slow_links
-from megascale.observe.analysis.slow_ranks import ALARM_RATE, Judgement, SlowRank, judge_ranks, nan_median
+from megascale.observe.analysis.slow_ranks import Judgement, SlowRank, judge_ranks, nan_median
 from megascale.observe.store.tables import SpanTables
 
 Array = np.ndarray[Any, Any]
@@ -66,7 +66,6 @@ class Straggler:
         cause: a cause from the table in this file's docstring.
         shares: fraction of the excess by category (CATEGORIES); their sum is about 1.
         position: its coordinates as text.
-        host, hostname, device: its location.
         delay_seconds: seconds per step by which the rank delays the job; 0 if another rank delays it more.
         evidence: sentences.
     """
@@ -97,16 +96,15 @@ class Stragglers:
         return tuple(straggler for straggler in self.ranks if straggler.slow_rank.state == "persistent")
 
 
-def find_stragglers(times: RankTimes, tables: SpanTables | None = None, alarm_rate: float = ALARM_RATE) -> Stragglers:
+def find_stragglers(times: RankTimes, tables: SpanTables | None = None) -> Stragglers:
     """Find the slow ranks and links of a window.
 
     Args:
         times: times of the window's steps.
         tables: source of the hosts' counters; None leaves them out.
-        alarm_rate: accepted rate of false alarms per analysis.
     """
     groups = times.peer_groups
-    judgement = judge_ranks(times.running, groups, times.steps, times.ranks, alarm_rate)
+    judgement = judge_ranks(times.running, groups, times.steps, times.ranks)
     machine_categories = tuple(name for name in CATEGORIES if name != "queued")
     stragglers = [
         _explain(times, slow_rank, groups, judged_time=times.running, names=machine_categories)
@@ -115,7 +113,7 @@ def find_stragglers(times: RankTimes, tables: SpanTables | None = None, alarm_ra
     if times.categories["queued"].any():
         # Queued time is noisy, so the search above leaves it out. Search again with it for ranks on busy hosts.
         straggler_ranks = {straggler.slow_rank.rank for straggler in stragglers}
-        for slow_rank in judge_ranks(times.busy, groups, times.steps, times.ranks, alarm_rate).slow:
+        for slow_rank in judge_ranks(times.busy, groups, times.steps, times.ranks).slow:
             if slow_rank.rank in straggler_ranks:
                 continue
             straggler = _explain(times, slow_rank, groups, judged_time=times.busy, names=CATEGORIES)
@@ -124,7 +122,7 @@ def find_stragglers(times: RankTimes, tables: SpanTables | None = None, alarm_ra
     stragglers = _merge_whole_hosts(stragglers, times)
     if tables is not None:
         stragglers = [_add_counters(straggler, times, tables) for straggler in stragglers]
-    links = find_slow_links(times, {slow_rank.rank for slow_rank in judgement.slow}, alarm_rate)
+    links = find_slow_links(times, {slow_rank.rank for slow_rank in judgement.slow})
     # All ranks wait for the slowest one, so only the longest delay of the persistent stragglers counts.
     persistent = [straggler for straggler in stragglers if straggler.slow_rank.state == "persistent"]
     longest_delay = max((straggler.delay_seconds for straggler in persistent), default=0.0)

@@ -77,7 +77,6 @@ class TraceGraph:
     """Steps of a job with the same operations.
 
     Attributes:
-        steps: step numbers.
         ranks: global ranks, [stages, replicas, tensor].
         kind, stage, chunk, microbatch, sequence: columns of OperationTrace for each node, [nodes]. `sequence` counts a
             rank's operations of one kind in a step.
@@ -132,16 +131,15 @@ class TraceGraph:
         self._run(end, lambda nodes: durations[nodes], keep_gaps, start)
         return start, end[:-1]
 
-    def replay_seconds(self, get_durations: Callable[[Array], Array], end: Array, keep_gaps: bool = False) -> Array:
+    def replay_seconds(self, get_durations: Callable[[Array], Array], end: Array) -> Array:
         """Return the seconds of each step in a replay, [..., steps].
 
         Args:
             get_durations: returns the durations of some nodes, [k] -> [k, ..., steps, replicas, tensor].
             end: buffer for the ends, [nodes + 1, ..., steps, replicas, tensor].
-            keep_gaps: keep the recorded launch gaps.
         """
         end[-1] = 0.0
-        self._run(end, get_durations, keep_gaps, start=None)
+        self._run(end, get_durations, keep_gaps=False, start=None)
         seconds: Array = end.max(axis=(0, -2, -1))
         return seconds
 

@@ -23,7 +23,6 @@ class Wait:
         kind: "bubble", "exposed" or "samples".
         axis: axis of the communication, empty for samples.
         waited_on: the rank that was ready last, -1 if unknown.
-        reason: text.
         root: rank that caused the wait: if `waited_on` itself waited for another rank at that time, that rank, and so
             on.
     """

@@ -58,7 +58,6 @@ class WhatIf:
         skipped_steps: why each other step was not replayed, by step.
         recorded, replayed: duration of a step, and of its replay with launch gaps. They must be equal.
         original, ideal: replay without launch gaps, with all operations as recorded and with all operations normal.
-        kinds, stages, replicas: results by kind, stage and replica.
         ranks: results by rank, for the ranks with the highest scores and the requested ranks.
         scores: scores of the workers, [stages, replicas].
         rank_grid: global ranks, [stages, replicas, tensor].

@@ -37,7 +37,6 @@ class _Run:
 
     Attributes:
         signature: state of the run's files when they were read.
-        row: row of the table.
         share: effective time divided by total time; None if the run has none or it is unmeasured.
         share_time: time of the measurement of `share` (time.monotonic).
         share_signature: state of the files at the measurement of `share`.

@@ -45,7 +45,6 @@ class Guard:
     """The checks in front of an application.
 
     Args:
-        app: the application.
         names: host names of this server, without a port.
         scheme: http or https.
         token: the reading token; None: every user who can connect may read.

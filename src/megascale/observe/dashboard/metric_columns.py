@@ -14,6 +14,7 @@ import numpy as np
 from megascale.core import strict_json
 from megascale.core.strict_json import to_float
 from megascale.core.untrusted_files import open_regular
+from megascale.observe.dashboard.rank_values import round_values
 
 _MAX_LINE_BYTES = 1 << 20  # a longer line is damage
 _MAX_READ_BYTES = 64 << 20  # bytes that one call reads
@@ -135,7 +136,6 @@ class MetricColumns:
 
     Attributes:
         tail: the reader of the file.
-        rows: number of rows.
         latest: newest value of each key.
     """
 
@@ -185,7 +185,6 @@ class MetricColumns:
 
     @property
     def keys(self) -> list[str]:
-        """Names of the metrics."""
         return [key for key in self._columns if key not in ("step", "time")]
 
     def read_columns(self) -> dict[str, Array]:
@@ -255,9 +254,9 @@ def _make_buckets(x: Array, y: Array, points: int) -> Series:
         low = np.minimum.reduceat(y, starts)
         high = np.maximum.reduceat(y, starts)
         x = x[np.minimum((edges[:-1] + edges[1:]) // 2, len(x) - 1)]
-    return {"x": x.tolist(), "mean": _round_values(mean), "low": _round_values(low), "high": _round_values(high)}
-
-
-def _round_values(values: Array) -> list[float | None]:
-    """Round to six digits, which is enough for a screen."""
-    return [float(f"{value:.6g}") for value in values.tolist()]
+    return {
+        "x": x.tolist(),
+        "mean": round_values(mean, digits=6),
+        "low": round_values(low, digits=6),
+        "high": round_values(high, digits=6),
+    }

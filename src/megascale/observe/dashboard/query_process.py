@@ -92,7 +92,6 @@ class QueryProcess:
         return list(self._pool._processes or {})
 
     def close(self) -> None:
-        """End the process."""
         cleanup_thread = _kill(self._pool)
         if cleanup_thread is not None:
             # Wait, since an exiting interpreter would close the pipes that the thread closes and report an error.
@@ -128,6 +127,5 @@ class QueryProcesses:
         return await process.ask(question, run, **options)
 
     def close(self) -> None:
-        """End all processes."""
         for process in (self._files, self._spans, self._analyses):
             process.close()

@@ -121,7 +121,6 @@ class RunReader:
     """The content of one run folder.
 
     Args:
-        path: the run folder.
         read_job: returns the state of a run's driver, or of its journal if no driver runs (phase, attempt, nodes). None
             if the run was not launched.
         newest_bytes: the first refresh reads at most this many bytes from the end of metrics and events; None: all.

@@ -170,7 +170,6 @@ class ReadingToken:
     """The reading token, which pages send with each request.
 
     Attributes:
-        token: content of the token.
         file: file with the token, readable by this user only.
         link: address of the page with the token, for this user's terminal and browser; empty with --token-file.
     """

@@ -14,7 +14,6 @@ class Wait:
     """A rank's wait in a call, or for samples. The names of the fields are keys in the output of `megascale hang`.
 
     Attributes:
-        rank: the waiting rank.
         group, op, sequence: group, operation and number of the call. For samples the group is READER.
         on: awaited ranks: the members with a record that have not joined the call. If all have joined, the other ranks
             that wait in the call, or else all other members.
@@ -71,7 +70,6 @@ def list_waits(scene: Scene, records: Mapping[int, CallRecord], members: Mapping
     """Return the waits of all ranks that are not gone.
 
     Args:
-        records: record of each rank's calls.
         members: ranks with a record, by group.
     """
     waits = []

@@ -35,7 +35,6 @@ def find_departures(
     """Return the departures by rank. Ranks that wait because of a departed rank are not included.
 
     Args:
-        records: record of each rank's calls.
         layout: provides schedules and stages, if known.
         steps_ahead: number of steps by which hosts may be ahead of their devices. Each of these earlier steps is
             checked before the current step.
@@ -259,7 +258,6 @@ def _describe_difference(
 
     Args:
         expected: call of a sibling or of the previous step at this index.
-        calls: calls of the step.
         subject: begin of a clause about the rank or step that made the call `expected`.
     """
     actual = calls[index]

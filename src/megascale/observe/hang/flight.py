@@ -56,12 +56,11 @@ class FlightDump:
     record: CallRecord
 
 
-def read_flight(file: Path, rank: int | None = None, world: int = 0) -> FlightDump:
+def read_flight(file: Path, rank: int | None = None) -> FlightDump:
     """Read one rank's dump. Raises DataError if the file is not a dump, and FileNotFoundError without a file.
 
     Args:
         rank: None takes the rank from the file's name.
-        world: smallest number of ranks of the job.
     """
     try:
         data = read_bounded(file, _MAX_BYTES)
@@ -70,7 +69,7 @@ def read_flight(file: Path, rank: int | None = None, world: int = 0) -> FlightDu
         else:
             check_pickle(data)
             dump = _PlainUnpickler(io.BytesIO(data)).load()
-        return _convert(dump, _parse_rank(file) if rank is None else rank, world)
+        return _convert(dump, _parse_rank(file) if rank is None else rank)
     except FileNotFoundError:
         raise
     except Exception as error:  # a damaged dump may raise any error
@@ -89,7 +88,7 @@ def _parse_rank(file: Path) -> int:
     return int(digits or 0)
 
 
-def _convert(dump: dict[str, Any], rank: int, world: int) -> FlightDump:
+def _convert(dump: dict[str, Any], rank: int) -> FlightDump:
     configured_groups = sorted(
         dump.get("pg_config", {}).values(), key=lambda group: read_attempt(str(group.get("name"))) or 0
     )
@@ -138,8 +137,7 @@ def _convert(dump: dict[str, Any], rank: int, world: int) -> FlightDump:
     if pending:
         start_ns, oldest = min(pending, key=lambda item: item[0])
         waiting = PendingWait(oldest.group, oldest.sequence, start_ns)
-    if sizes:
-        world = max(world, *sizes.values(), 1)
+    world = max(1, *sizes.values()) if sizes else 0
     record = CallRecord(rank, 0, world, waiting=waiting, groups=groups, calls=tuple(calls), is_complete=False)
     return FlightDump(is_device, record)
 

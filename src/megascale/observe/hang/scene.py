@@ -31,7 +31,6 @@ class RankEvidence:
     """The evidence of one rank.
 
     Attributes:
-        rank: its number.
         process: "running", "stopped" (SIGSTOP, a debugger), "gone", or "unknown" if it runs on another host.
         status, record: content of the rank's status file and call record, None if missing.
         answered: the rank answered the request for its stack; None if it was not asked.
@@ -119,12 +118,7 @@ def get_evidence_file(rank: int) -> str:
 
 
 def read_sent_evidence(folder: Path, ranks: list[int]) -> tuple[dict[int, RankEvidence], int]:
-    """Return the newest simultaneous evidence that agents sent, and the newest file's time, nanoseconds since 1970.
-
-    Args:
-        folder: folder of the files.
-        ranks: ranks to read.
-    """
+    """Return the newest simultaneous evidence that agents sent, and the newest file's time, nanoseconds since 1970."""
     sent: dict[int, tuple[float, RankEvidence]] = {}
     for rank in ranks:
         file = folder / f"rank-{rank}.evidence"

@@ -96,7 +96,6 @@ class StepTotals:
     """Durations of a step, from the roll-ups that have been added.
 
     Attributes:
-        step: number of the step.
         seconds: time from the step's first operation to its last.
         own_seconds: the same without waits for other ranks, for samples and for the copy of a checkpoint.
         waits: seconds of waits for other ranks by axis, and of waits for samples as "samples".

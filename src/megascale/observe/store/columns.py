@@ -65,7 +65,6 @@ Frames = Sequence[tuple[FrameHead, memoryview]]
 
 
 def group_by_table(frames: Frames) -> dict[str, Frames]:
-    """Return the frames of each table."""
     frames_by_kind: dict[int, list[tuple[FrameHead, memoryview]]] = {kind: [] for kind in RECORDS}
     for head, body in frames:
         frames_by_kind[head.kind].append((head, body))

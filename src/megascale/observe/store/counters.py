@@ -130,7 +130,6 @@ class _CounterFile(NamedTuple):
     """File of the kernel that holds a counter.
 
     Attributes:
-        name: name of the counter.
         scale: factor from the file's number to the counter's unit.
     """
 

@@ -92,5 +92,4 @@ class EthtoolCounters:
         return [int(struct.unpack_from("=Q", data, 8 + 8 * i)[0]) for i in self._indices]
 
     def close(self) -> None:
-        """Close the socket."""
         self._socket.close()

@@ -87,7 +87,6 @@ class FrameHead(NamedTuple):
 
 
 def pack_frame(head: FrameHead, records: np.ndarray[Any, Any] | memoryview) -> bytes:
-    """Return a frame of records."""
     data = records.tobytes()
     fields = (head.ring, head.number, head.step, head.rank, head.attempt, head.error_ns, head.lost)
     start = _HEAD.pack(_MAGIC, SPAN_SCHEMA, head.kind, len(data), *fields, 0)[:_CHECKSUM_OFFSET]

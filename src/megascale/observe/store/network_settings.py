@@ -50,14 +50,14 @@ def check_network(environment: Mapping[str, str], system: Path = Path("/sys")) -
     for port in ports:
         adapter = port.parent.parent
         device = f"{adapter.name}/{port.name}"
-        state = _read_text(port / "state")
+        state = read_text(port / "state")
         number = state.partition(":")[0]
         if number.isdigit():
             is_active = int(number) == _ACTIVE_STATE
         else:
             is_active = None
         settings.append(Setting(device, "link", state or "unknown", "4: ACTIVE", good=is_active))
-        if _read_text(port / "link_layer") == "Ethernet":
+        if read_text(port / "link_layer") == "Ethernet":
             settings += _check_roce(device, adapter, environment, system)
     return settings
 
@@ -88,7 +88,7 @@ def _check_roce(device: str, adapter: Path, environment: Mapping[str, str], syst
         settings = [Setting(device, "traffic class", "NCCL_IB_TC is not set", advised, good=False)]
     for nic in sorted((adapter / "device" / "net").glob("*")):
         for role, name in (("roce_np", "ECN notification"), ("roce_rp", "ECN reaction")):
-            value = _read_text(system / "class" / "net" / nic.name / "ecn" / role / "enable" / str(priority))
+            value = read_text(system / "class" / "net" / nic.name / "ecn" / role / "enable" / str(priority))
             good = {"0": False, "1": True}.get(value)
             settings.append(Setting(device, name, value or _HIDDEN, "1", good))
     for name, tool in (("PFC", "mlnx_qos"), ("adaptive retransmission", "mlxreg")):
@@ -96,7 +96,8 @@ def _check_roce(device: str, adapter: Path, environment: Mapping[str, str], syst
     return settings
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the first characters of a file of /sys, "" if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()[:100]
     except OSError:

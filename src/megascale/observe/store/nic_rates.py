@@ -79,7 +79,6 @@ class _Link:
         return rows
 
     def close(self) -> None:
-        """Close the files."""
         while self._files:
             os.close(self._files.pop())
 
@@ -142,7 +141,6 @@ class NicRates:
                 self._rows += rows
 
     def close(self) -> None:
-        """End the thread."""
         self._ending.set()
         if self._thread.ident is not None:
             self._thread.join()

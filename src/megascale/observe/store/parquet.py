@@ -200,7 +200,6 @@ class ParquetWriter:
             self._database.unregister("rows")
 
     def close(self) -> None:
-        """Close the database."""
         self._database.close()
 
 

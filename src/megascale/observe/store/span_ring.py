@@ -106,7 +106,6 @@ class SpanRing:
         self._fields[_SAMPLED_STEP] = step
 
     def free_bytes(self) -> int:
-        """Return the number of free bytes."""
         return self._capacity - (self._written - self._fields[_RELEASED])
 
     # Methods of the service ---------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megascale.core import strict_json
+from megascale.core.atomic_files import write_atomically
 from megascale.core.json_lines import append_record
 from megascale.core.untrusted_files import read_small_text
 from megascale.observe.store.counters import HostCounters
@@ -297,10 +298,8 @@ class SpanService:
                 for setting in self._network
             ],
         }
-        temporary = self.out / f"{STATE_FILE}.tmp"
         with contextlib.suppress(OSError):
-            temporary.write_text(strict_json.dumps(state) + "\n")
-            os.replace(temporary, self.out / STATE_FILE)
+            write_atomically(self.out / STATE_FILE, strict_json.dumps(state) + "\n")
 
 
 def serve(folder: Path, service: SpanService, ready: ReadySignal) -> None:

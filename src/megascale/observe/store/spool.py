@@ -64,7 +64,6 @@ def replace_file(file: Path, data: bytes) -> None:
 
 
 def get_segment_file(folder: Path, number: int) -> Path:
-    """Return the file of a segment."""
     return folder / f"spool-{number:06d}.bin"
 
 
@@ -159,7 +158,6 @@ def pack_header(header: dict[str, Any], last: dict[int, int]) -> bytes:
     """Return the bytes of a segment file before its frames.
 
     Args:
-        header: origin of the frames.
         last: number of the last frame by ring in earlier segments.
     """
     text = strict_json.dumps(header | {"rings": {str(ring): number for ring, number in last.items()}}).encode()
@@ -170,9 +168,6 @@ def save_orphan(folder: Path, header: dict[str, Any], ring: int, frames: bytes) 
     """Write a ring's frames to an orphan, for readers of the folder and for its next service.
 
     Raises OSError if there is no space.
-
-    Args:
-        ring: identity of the ring.
     """
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / f"{ORPHAN_PREFIX}{ring:016x}.bin", pack_header(header, {}) + frames)
@@ -219,13 +214,10 @@ class Spool:
     """Writer of a folder's current segment. A folder has at most one writer.
 
     Args:
-        folder: an existing folder.
         header: origin of the frames, which each segment's header contains.
-        number: number of the first segment.
         last: number of the last frame by ring before the first segment. The caller adds the frames that it appends.
 
     Attributes:
-        number: number of the current segment.
         size: bytes written to it.
     """
 

@@ -215,7 +215,6 @@ class SpanTables:
         raise AssertionError  # the last try returns or raises
 
     def close(self) -> None:
-        """Close the database."""
         self._database.close()
 
     def __enter__(self) -> SpanTables:

@@ -36,7 +36,6 @@ class XidEvents:
 
     Args:
         nvml: the module pynvml after nvmlInit, or None.
-        gpus: NVML's handles of the GPUs.
         kernel_log: device of the kernel's log, which is read from its current end.
     """
 

@@ -1,8 +1,7 @@
-"""Casts to float8. One pass over a tensor computes the values, the transposed copy, the amax and the counts.
+"""Casts to float8. One pass over a tensor computes the values, the transposed copy and the counts.
 
 - `cast_by_amax` computes the scale from the tensor's amax (largest magnitude). If the kernel that wrote the tensor did
   not collect the amax, `compute_amax` does so in a pass of its own.
-- `cast_by_scale` takes a scale from earlier steps ("delayed scaling") and can collect the amax in the same pass.
 - `cast_rows` gives each row a scale of its own, and each row of the transposed copy.
 - `transpose_scaled_rows` makes a transposed copy with one scale of the result of `cast_rows`, without the source.
 
@@ -13,8 +12,6 @@ matrices. The bytes equal those of `cast_by_amax` on whole matrices.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +31,8 @@ from megascale.ops.segments import TILE as SHARD_TILE
 from megascale.ops.segments import Segments, load_any_tile, load_tile, read_tile, store_tile
 
 # Rows, columns and warps of a tile of the cast. Each is the fastest of those tried on an H200 at 4,096 x 20,480, where
-# a copy runs at 4.10 TB/s. The cast with a transposed copy runs at 3.66 TB/s, and with an amax too at 3.33 TB/s.
+# a copy runs at 4.10 TB/s. The cast with a transposed copy runs at 3.66 TB/s.
 TILE = 128, 64, 4
-TILE_WITH_AMAX = 64, 128, 2  # Four warps reach 2.95 TB/s.
 TILE_WITH_COUNTS = 64, 64, 2  # Counting needs more registers than TILE leaves.
 TILE_WITHOUT_COLUMNS = 4, 1024, 8
 # The pass for the amax alone: rows, columns and warps of a tile, and the approximate number of programs. Each program
@@ -48,9 +44,6 @@ SCALE_STRIDE = 4  # float32 numbers from one scale to the next, because cuBLASLt
 # The transpose: words of four bytes in each dimension of a tile, and warps.
 TRANSPOSE_WORDS, TRANSPOSE_WARPS = 32, 4
 
-# What `_launch_cast` gets the scale from, which is the kernel's constant SOURCE.
-_BY_SCALE, _BY_AMAX, _BY_COLUMN_AMAX = 0, 1, 2
-
 
 @jit
 def magnitude_bits(x):
@@ -59,17 +52,15 @@ def magnitude_bits(x):
 
 
 @jit
-def compute_scale(
-    amax, previous, largest: tl.constexpr, margin: tl.constexpr, smallest: tl.constexpr, POWER_OF_2: tl.constexpr
-):
+def compute_scale(amax, empty, largest: tl.constexpr, smallest: tl.constexpr, POWER_OF_2: tl.constexpr):
     """Compute `scale_from_amax` within a kernel."""
-    scale = tl.maximum(amax * (margin / largest), smallest)
+    scale = tl.maximum(amax * (1.0 / largest), smallest)
     if POWER_OF_2:
         # Unsigned, because a NaN's bits plus this constant exceed int32.
         scale = ((scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     # Comparisons with NaN are false.
     is_usable = (amax > 0.0) & (amax < float("inf")) & (scale < float("inf"))
-    return tl.where(is_usable, scale, previous)
+    return tl.where(is_usable, scale, empty)
 
 
 @jit
@@ -129,10 +120,8 @@ def _cast_kernel(
     x_ptr,
     rows_ptr,
     columns_ptr,
-    source_ptr,
-    previous_ptr,
-    scale_ptr,
     amax_ptr,
+    scale_ptr,
     counts_ptr,
     row_count,
     width,
@@ -140,44 +129,34 @@ def _cast_kernel(
     LARGEST: tl.constexpr,
     CLIPPED: tl.constexpr,
     FLUSHED: tl.constexpr,
-    MARGIN: tl.constexpr,
     SMALLEST: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
-    SOURCE: tl.constexpr,
-    HAS_PREVIOUS: tl.constexpr,
+    PER_COLUMN: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_COLUMNS: tl.constexpr,
-    AMAX: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """Cast one tile into rows_ptr, and its transpose into columns_ptr.
 
-    SOURCE: source_ptr holds the scale (0), the amax (1) or the amax of each column (2). AMAX: raise amax_ptr to the
-    tensor's amax. COUNT: add the numbers of clipped and flushed elements to counts_ptr.
+    PER_COLUMN: amax_ptr holds the amax of each column, and each column has a scale, a power of two. COUNT: add the
+    numbers of clipped and flushed elements to counts_ptr.
     """
     row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = (row[:, None] < row_count) & (column[None, :] < width)
     x = tl.load(x_ptr + row[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    if SOURCE == 0:
-        inverse_scale = tl.math.div_rn(1.0, tl.load(source_ptr))
-    elif SOURCE == 1:
-        previous = 1.0
-        if HAS_PREVIOUS:
-            previous = tl.load(previous_ptr)
-        scale = compute_scale(tl.load(source_ptr), previous, LARGEST, MARGIN, SMALLEST, POWER_OF_2)
-        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-            tl.store(scale_ptr, scale)
-        inverse_scale = tl.math.div_rn(1.0, scale)
-    else:
-        scale = compute_scale(
-            tl.load(source_ptr + column, mask=column < width, other=0.0), 1.0, LARGEST, MARGIN, SMALLEST, POWER_OF_2
-        )
+    if PER_COLUMN:
+        amax = tl.load(amax_ptr + column, mask=column < width, other=0.0)
+        scale = compute_scale(amax, 1.0, LARGEST, SMALLEST, True)
         if tl.program_id(1) == 0:
             tl.store(scale_ptr + column, scale, mask=column < width)
         inverse_scale = tl.math.div_rn(1.0, scale)[None, :]
+    else:
+        scale = compute_scale(tl.load(amax_ptr), 1.0, LARGEST, SMALLEST, False)
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            tl.store(scale_ptr, scale)
+        inverse_scale = tl.math.div_rn(1.0, scale)
     q = scale_and_clamp(x, inverse_scale, LARGEST)
     if HAS_ROWS:
         q_rows = q.to(rows_ptr.dtype.element_ty)
@@ -186,11 +165,6 @@ def _cast_kernel(
         q_columns = tl.trans(q.to(columns_ptr.dtype.element_ty))
         target = columns_ptr + column[:, None].to(tl.int64) * row_count + row[None, :]
         tl.store(target, q_columns, mask=(column[:, None] < width) & (row[None, :] < row_count))
-    if AMAX:
-        amax_bits = tl.max(magnitude_bits(x))
-        # Skip the atomic if the stored amax is larger. A stale value is safe to compare with, because the amax only
-        # grows.
-        tl.atomic_max(amax_ptr, amax_bits, mask=amax_bits > tl.load(amax_ptr), sem="relaxed")
     if COUNT:
         clipped, flushed = _find_clipped_and_flushed(x, inverse_scale, CLIPPED, FLUSHED)
         # Both counts fit one integer, because a tile has at most 65,535 elements. So one reduction suffices.
@@ -227,9 +201,7 @@ def _cast_rows_kernel(
     LARGEST: tl.constexpr,
     CLIPPED: tl.constexpr,
     FLUSHED: tl.constexpr,
-    MARGIN: tl.constexpr,
     SMALLEST: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
     COUNT: tl.constexpr,
     HAS_AMAX: tl.constexpr,
     EMPTY_SCALE: tl.constexpr,
@@ -241,7 +213,7 @@ def _cast_rows_kernel(
         amax = tl.load(amax_ptr + row)
     else:
         amax = _row_amax(x_ptr + row * stride, width, BLOCK)
-    scale = compute_scale(amax, EMPTY_SCALE, LARGEST, MARGIN, SMALLEST, POWER_OF_2)
+    scale = compute_scale(amax, EMPTY_SCALE, LARGEST, SMALLEST, True)
     tl.store(scale_ptr + row, scale)
     inverse_scale = tl.math.div_rn(1.0, scale)
     # The number of clipped elements is in the upper 16 bits, and that of flushed elements in the lower.
@@ -263,7 +235,7 @@ def _shard_amaxes_kernel(flat_ptr, tile_ptr, amax_ptr, TILE: tl.constexpr):
     """Raise the amax of a tile's matrix to the largest magnitude of the tile."""
     base, low, high, _, matrix = read_tile(tile_ptr)
     amax_bits = tl.max(magnitude_bits(load_any_tile(flat_ptr + base, low, high, TILE)), 0)
-    # Skip the atomic as in `_cast_kernel`.
+    # Skip the atomic if the stored amax is larger. A stale value is safe to compare with, because the amax only grows.
     tl.atomic_max(amax_ptr + matrix, amax_bits, mask=amax_bits > tl.load(amax_ptr + matrix), sem="relaxed")
 
 
@@ -274,7 +246,7 @@ def _shard_scales_kernel(
     # Scales are 4 numbers apart (SCALE_STRIDE).
     matrix = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.load(amax_ptr + matrix, mask=matrix < count, other=0.0)
-    tl.store(scale_ptr + matrix * 4, compute_scale(amax, 1.0, LARGEST, 1.0, SMALLEST, False), mask=matrix < count)
+    tl.store(scale_ptr + matrix * 4, compute_scale(amax, 1.0, LARGEST, SMALLEST, False), mask=matrix < count)
 
 
 @jit
@@ -370,42 +342,28 @@ def _launch_amax(x_MN: Tensor, amax: Tensor, *, per_column: bool) -> None:
 def _launch_cast(
     x_MN: Tensor,
     fmt: Format,
-    source_kind: int,
-    source: Tensor,
+    amax: Tensor,
+    scale: Tensor,
     *,
+    per_column: bool,
     rows: bool,
     columns: bool,
-    previous_scale: Tensor | None = None,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
     counts: Tensor | None = None,
-    margin: int = 0,
-    power_of_2: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Launch the cast. Return float8 [M, N] and its transpose [N, M]; None if not requested.
+    """Launch the cast, and write `scale`. Return float8 [M, N] and its transpose [N, M]; None if not requested.
 
     Args:
-        source_kind: _BY_SCALE, _BY_AMAX or _BY_COLUMN_AMAX.
-        source: accordingly the scale, the amax, or the amax of each column.
+        amax: amax of x, or (`per_column`) of each column.
         rows, columns: whether to return the matrix, and its transpose.
-        previous_scale: scale for an amax of zero, infinity or NaN.
-        scale: written, if the scale is computed from an amax.
-        amax: raised to the amax of x.
     """
     M, N = x_MN.shape
     if rows and columns and x_MN.dtype == torch.float32:
         # If one kernel writes both copies of a float32 source, Triton 3.6 writes a wrong transpose: on sm_90 37% of the
         # bytes were wrong. It then exchanges float8 numbers between threads, and for bfloat16 sources the source.
-        options: dict[str, Any] = {
-            "previous_scale": previous_scale,
-            "scale": scale,
-            "margin": margin,
-            "power_of_2": power_of_2,
-        }
         by_rows, _ = _launch_cast(
-            x_MN, fmt, source_kind, source, rows=True, columns=False, amax=amax, counts=counts, **options
+            x_MN, fmt, amax, scale, per_column=per_column, rows=True, columns=False, counts=counts
         )
-        _, by_columns = _launch_cast(x_MN, fmt, source_kind, source, rows=False, columns=True, **options)
+        _, by_columns = _launch_cast(x_MN, fmt, amax, scale, per_column=per_column, rows=False, columns=True)
         return by_rows, by_columns
     q: Tensor | None = None
     q_t: Tensor | None = None
@@ -417,8 +375,6 @@ def _launch_cast(
         tile = TILE_WITHOUT_COLUMNS
     elif counts is not None:
         tile = TILE_WITH_COUNTS
-    elif amax is not None:
-        tile = TILE_WITH_AMAX
     else:
         tile = TILE
     block_r, block_c, warps = tile
@@ -426,20 +382,16 @@ def _launch_cast(
         x_MN,
         q,
         q_t,
-        source,
-        previous_scale,
+        amax,
         scale,
-        None if amax is None else amax.view(torch.int32),
         counts,
         M,
         N,
         x_MN.stride(0),
-        **_format_constants(fmt, margin, power_of_2, counts),
-        SOURCE=source_kind,
-        HAS_PREVIOUS=previous_scale is not None,
+        **_format_constants(fmt, counts),
+        PER_COLUMN=per_column,
         HAS_ROWS=rows,
         HAS_COLUMNS=columns,
-        AMAX=amax is not None,
         BLOCK_R=block_r,
         BLOCK_C=block_c,
         num_warps=warps,
@@ -447,31 +399,14 @@ def _launch_cast(
     return q, q_t
 
 
-def _format_constants(fmt: Format, margin: int, power_of_2: bool, counts: Tensor | None) -> dict[str, float | bool]:
+def _format_constants(fmt: Format, counts: Tensor | None) -> dict[str, float | bool]:
     return {
         "LARGEST": fmt.largest,
         "CLIPPED": fmt.clipped,
         "FLUSHED": fmt.flushed,
-        "MARGIN": 2.0**margin,
         "SMALLEST": SMALLEST_SCALE,
-        "POWER_OF_2": power_of_2,
         "COUNT": counts is not None,
     }
-
-
-def _cast_reference(
-    x_MN: Tensor, fmt: Format, scale: Tensor, rows: bool, columns: bool, counts: Tensor | None
-) -> Float8:
-    """Cast by one scale in plain PyTorch."""
-    q = quantise_reference(x_MN, scale, fmt, counts)
-    q_t: Tensor | None = None
-    if columns:
-        q_t = q.t().contiguous()
-    return _make_float8(q if rows else None, q_t, scale)
-
-
-def _make_float8(q: Tensor | None, q_t: Tensor | None, scale: Tensor) -> Float8:
-    return Float8(q, None if q is None else scale, q_t, None if q_t is None else scale)
 
 
 def compute_amax(x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -490,75 +425,26 @@ def compute_amax(x: Tensor, out: Tensor | None = None) -> Tensor:
     return out.copy_(torch.maximum(out, amax))
 
 
-def cast_by_scale(
-    x: Tensor,
-    fmt: Format,
-    scale: Tensor,
-    *,
-    rows: bool = True,
-    columns: bool = True,
-    amax: Tensor | None = None,
-    counts: Tensor | None = None,
-) -> Float8:
-    """Cast x [..., N], as a matrix, to float8 by a given scale (float32 []).
-
-    Args:
-        rows, columns: whether to cast x, and its transpose.
-        amax: float32 [], raised to the amax of x.
-        counts: int64 [2]; see `quantise_reference`.
-    """
-    x_MN = flatten_rows(x)
-    if x.numel() and use_fused("float8 cast", x):
-        q, q_t = _launch_cast(x_MN, fmt, _BY_SCALE, scale, rows=rows, columns=columns, amax=amax, counts=counts)
-        return _make_float8(q, q_t, scale)
-    if amax is not None:
-        compute_amax(x_MN, amax)
-    return _cast_reference(x_MN, fmt, scale, rows, columns, counts)
-
-
 def cast_by_amax(
-    x: Tensor,
-    fmt: Format,
-    amax: Tensor | None = None,
-    *,
-    previous_scale: Tensor | None = None,
-    rows: bool = True,
-    columns: bool = True,
-    counts: Tensor | None = None,
-    margin: int = 0,
-    power_of_2: bool = False,
+    x: Tensor, fmt: Format, amax: Tensor | None = None, *, columns: bool = True, counts: Tensor | None = None
 ) -> Float8:
     """Cast x [..., N], as a matrix, to float8 by the scale of its amax (float32 [], computed here if None).
 
     Args:
-        previous_scale: the scale (float32 []) if amax is zero, infinite or NaN; None for 1.
-        rows, columns, counts: see `cast_by_scale`.
-        margin, power_of_2: see `scale_from_amax`.
+        columns: whether to cast the transpose too.
+        counts: int64 [2]; see `quantise_reference`.
     """
     x_MN = flatten_rows(x)
     if amax is None:
         amax = compute_amax(x_MN)
     if x.numel() and use_fused("float8 cast", x):
         scale = torch.empty((), dtype=torch.float32, device=x.device)
-        q, q_t = _launch_cast(
-            x_MN,
-            fmt,
-            _BY_AMAX,
-            amax,
-            rows=rows,
-            columns=columns,
-            previous_scale=previous_scale,
-            scale=scale,
-            counts=counts,
-            margin=margin,
-            power_of_2=power_of_2,
-        )
-        return _make_float8(q, q_t, scale)
-    if previous_scale is None:
-        scale = scale_from_amax(amax, fmt, margin=margin, power_of_2=power_of_2)
+        q, q_t = _launch_cast(x_MN, fmt, amax, scale, per_column=False, rows=True, columns=columns, counts=counts)
     else:
-        scale = scale_from_amax(amax, fmt, previous_scale, margin, power_of_2)
-    return _cast_reference(x_MN, fmt, scale, rows, columns, counts)
+        scale = scale_from_amax(amax, fmt)
+        q = quantise_reference(x_MN, scale, fmt, counts)
+        q_t = q.t().contiguous() if columns else None
+    return Float8(q, scale, q_t, scale if columns else None)
 
 
 def compute_row_amaxes(x: Tensor) -> Tensor:
@@ -587,72 +473,56 @@ def cast_rows(
     x: Tensor,
     fmt: Format,
     *,
-    rows: bool = True,
     columns: bool = False,
     row_amax: Tensor | None = None,
     column_amax: Tensor | None = None,
     counts: Tensor | None = None,
-    power_of_2: bool = True,
     empty_scale: float = 1.0,
 ) -> Float8:
-    """Cast x [..., N], as a matrix, to float8 with a scale for each row.
+    """Cast x [..., N], as a matrix, to float8 with a scale for each row, a power of two.
 
     Args:
-        rows: whether to cast x.
         columns: whether to cast the transpose, with a scale for each of its rows. The two results round differently.
         row_amax, column_amax: amaxes [M, 1] and [N, 1], float32, which ranks with parts of the same rows or columns
             have reduced; None: compute them from x.
-        counts: int64 [2], see `quantise_reference`; counts x, or the transpose if x is not cast.
+        counts: int64 [2], see `quantise_reference`.
         empty_scale: scale of a row of x that has only zeros, an infinite number or NaN. In the transpose it is 1.
     """
     x_MN = flatten_rows(x)
     M, N = x_MN.shape
-    q = q_t = scale = scale_t = None
-    column_counts = None if rows else counts
+    q_t = scale_t = None
+    if not columns:
+        column_amax = None
+    elif column_amax is None:
+        column_amax = compute_column_amaxes(x_MN)
     if x.numel() and use_fused("float8 row-wise cast", x):
-        if rows:
-            q = torch.empty((M, N), dtype=fmt.dtype, device=x.device)
-            scale = torch.empty((M, 1), dtype=torch.float32, device=x.device)
-            _cast_rows_kernel[(M,)](
-                x_MN,
-                q,
-                scale,
-                row_amax,
-                counts,
-                N,
-                x_MN.stride(0),
-                **_format_constants(fmt, 0, power_of_2, counts),
-                HAS_AMAX=row_amax is not None,
-                EMPTY_SCALE=empty_scale,
-                BLOCK=min(ROW_BLOCK, max(16, next_power_of_2(N))),
-                num_warps=ROW_WARPS,
-            )
-        if columns:
-            if column_amax is None:
-                column_amax = compute_column_amaxes(x_MN)
+        q = torch.empty((M, N), dtype=fmt.dtype, device=x.device)
+        scale = torch.empty((M, 1), dtype=torch.float32, device=x.device)
+        _cast_rows_kernel[(M,)](
+            x_MN,
+            q,
+            scale,
+            row_amax,
+            counts,
+            N,
+            x_MN.stride(0),
+            **_format_constants(fmt, counts),
+            HAS_AMAX=row_amax is not None,
+            EMPTY_SCALE=empty_scale,
+            BLOCK=min(ROW_BLOCK, max(16, next_power_of_2(N))),
+            num_warps=ROW_WARPS,
+        )
+        if column_amax is not None:
             scale_t = torch.empty((N, 1), dtype=torch.float32, device=x.device)
-            _, q_t = _launch_cast(
-                x_MN,
-                fmt,
-                _BY_COLUMN_AMAX,
-                column_amax,
-                rows=False,
-                columns=True,
-                scale=scale_t,
-                counts=column_counts,
-                power_of_2=power_of_2,
-            )
+            _, q_t = _launch_cast(x_MN, fmt, column_amax, scale_t, per_column=True, rows=False, columns=True)
         return Float8(q, scale, q_t, scale_t)
-    if rows:
-        if row_amax is None:
-            row_amax = compute_row_amaxes(x_MN)
-        scale = scale_from_amax(row_amax, fmt, empty_scale, power_of_2=power_of_2)
-        q = quantise_reference(x_MN, scale, fmt, counts)
-    if columns:
-        if column_amax is None:
-            column_amax = compute_column_amaxes(x_MN)
-        scale_t = scale_from_amax(column_amax, fmt, power_of_2=power_of_2)
-        q_t = quantise_reference(x_MN.t(), scale_t, fmt, column_counts).contiguous()
+    if row_amax is None:
+        row_amax = compute_row_amaxes(x_MN)
+    scale = scale_from_amax(row_amax, fmt, empty_scale, power_of_2=True)
+    q = quantise_reference(x_MN, scale, fmt, counts)
+    if column_amax is not None:
+        scale_t = scale_from_amax(column_amax, fmt, power_of_2=True)
+        q_t = quantise_reference(x_MN.t(), scale_t, fmt).contiguous()
     return Float8(q, scale, q_t, scale_t)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
 from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,7 @@ from megascale.errors import TrainingError
 from megascale.ops.float8.formats import check_operands, check_scales
 
 WORKSPACE_BYTES = 32 << 20  # NVIDIA's recommendation for Hopper
-MAX_PROPOSALS = 8  # algorithms requested; the first is the library's choice
-TIMED_PROPOSALS = 3  # algorithms that `tune` times. At 15 of 16 shapes an H200's fastest was one of the first three.
-MIN_GAIN = 0.01  # fraction by which another algorithm must be faster than the library's choice
+MAX_PROPOSALS = 8  # algorithms requested; the first is used
 
 # The next numbers are values of enumerations in cublasLt.h.
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
@@ -36,7 +33,6 @@ _SCALE_32F = 0
 _OP_N = 0
 _OP_T = 1
 # Attributes of a descriptor.
-_POINTER_MODE = 2
 _TRANSA = 3
 _TRANSB = 4
 _A_SCALE = 17
@@ -44,9 +40,7 @@ _B_SCALE = 18
 _FAST = 25
 _A_SCALE_MODE = 31
 _B_SCALE_MODE = 32
-# Values of attributes: alpha and beta in device memory, and a scale for each row.
-_DEVICE_POINTERS = 1
-_OUTER_VECTOR = 3
+_OUTER_VECTOR = 3  # value of the scale modes: a scale for each row
 _PREFERENCE_WORKSPACE = 1
 _STATUS = {1: "not initialised", 3: "allocation failed", 7: "invalid value", 8: "architecture mismatch"}
 _STATUS |= {11: "mapping error", 13: "execution failed", 14: "internal error", 15: "not supported"}
@@ -154,12 +148,7 @@ def get_library() -> _Library:
 
 
 class Plan:
-    """Descriptor, layouts and proposed algorithms (best first) of one shape.
-
-    Attributes:
-        proposal_count: number of algorithms that the library proposed; 0 before the first GEMM.
-        algorithm: index of the algorithm in use among the proposals.
-    """
+    """Descriptor, layouts and proposed algorithms (best first) of one shape."""
 
     def __init__(
         self,
@@ -171,7 +160,6 @@ class Plan:
         *,
         fast: bool,
         row_wise: bool,
-        reads_beta_on_device: bool,
     ) -> None:
         """Create the plan of a GEMM a [M, K] x b [N, K]^T.
 
@@ -179,13 +167,11 @@ class Plan:
             types: types of a, b and the result.
             fast: accumulate in about 14 bits.
             row_wise: whether each row of a and b has a scale.
-            reads_beta_on_device: whether alpha and beta are in device memory.
         """
         lt = get_library()
         self.context = f", for [{M}, {K}] x [{N}, {K}]^T, {types[0]} x {types[1]} -> {types[2]}"
         self.device = device
         self.handle = lt.get_handle(device)
-        self.algorithm = 0
         self.descriptor = c_void_p()
         lt("cublasLtMatmulDescCreate", byref(self.descriptor), _COMPUTE_32F, _SCALE_32F)
         self.set_attribute(_TRANSA, c_int32(_OP_T))
@@ -194,15 +180,13 @@ class Plan:
         if row_wise:
             self.set_attribute(_A_SCALE_MODE, c_int32(_OUTER_VECTOR))
             self.set_attribute(_B_SCALE_MODE, c_int32(_OUTER_VECTOR))
-        if reads_beta_on_device:
-            self.set_attribute(_POINTER_MODE, c_int32(_DEVICE_POINTERS))
         self.a, self.b = c_void_p(), c_void_p()
         self.d = c_void_p()
         lt("cublasLtMatrixLayoutCreate", byref(self.a), _TYPES[types[0]], K, M, K)
         lt("cublasLtMatrixLayoutCreate", byref(self.b), _TYPES[types[1]], K, N, K)
         lt("cublasLtMatrixLayoutCreate", byref(self.d), _TYPES[types[2]], N, M, N)
         self.results = (_Heuristic * MAX_PROPOSALS)()
-        self.proposal_count = 0
+        self.has_proposals = False
 
     def set_attribute(self, attribute: int, value: Any) -> None:
         """Set an attribute of the descriptor."""
@@ -232,39 +216,34 @@ class Plan:
             )
         finally:
             lt("cublasLtMatmulPreferenceDestroy", preference)
-        if count.value <= self.algorithm:
-            raise TrainingError(
-                f"cuBLASLt {lt.version} proposes {count.value} algorithms, and number {self.algorithm} was requested"
-                f"{self.context}"
-            )
-        self.proposal_count = count.value
+        if not count.value:
+            raise TrainingError(f"cuBLASLt {lt.version} proposes no algorithm{self.context}")
+        self.has_proposals = True
 
-    def run(
-        self, target: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, alpha: Any, beta: Any
-    ) -> None:
-        """Compute target = alpha * a @ b^T times both scales + beta * target; alpha and beta are ctypes pointers."""
+    def run(self, target: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, beta: c_float) -> None:
+        """Compute target = a @ b^T times both scales + beta * target."""
         lt = get_library()
         stream = torch.cuda.current_stream(self.device).cuda_stream
         # The library's operand A is b, see the module's docstring.
         self.set_attribute(_A_SCALE, c_void_p(b_scale.data_ptr()))
         self.set_attribute(_B_SCALE, c_void_p(a_scale.data_ptr()))
-        if not self.proposal_count:
+        if not self.has_proposals:
             self.propose()
         lt(
             "cublasLtMatmul",
             self.handle,
             self.descriptor,
-            alpha,
+            byref(_ALPHA),
             b.data_ptr(),
             self.b,
             a.data_ptr(),
             self.a,
-            beta,
+            byref(beta),
             target.data_ptr(),
             self.d,
             target.data_ptr(),
             self.d,
-            byref(self.results[self.algorithm]),
+            byref(self.results[0]),
             lt.get_workspace(self.device, stream),
             WORKSPACE_BYTES,
             stream,
@@ -274,89 +253,22 @@ class Plan:
 
 # Plans by device, sizes, types and options.
 _plans: dict[tuple[Any, ...], Plan] = {}
-# Index of the chosen algorithm, if it is not 0, by the plan's name (`_make_plan_name`).
-_chosen_algorithms: dict[str, int] = {}
 _ALPHA = c_float(1.0)
 _BETA_OVERWRITE, _BETA_ADD = c_float(0.0), c_float(1.0)
-_device_alphas: dict[int, Tensor] = {}
 
 
-def find_plan(
-    target: Tensor, a: Tensor, b: Tensor, fast: bool = False, row_wise: bool = False, reads_beta_on_device: bool = False
-) -> Plan:
-    """Return the plan that `matmul_into` uses for these tensors, created by the first call."""
+def _find_plan(target: Tensor, a: Tensor, b: Tensor, fast: bool, row_wise: bool) -> Plan:
+    """Return the plan for these tensors, created by the first call."""
     M, K = a.shape
     N = b.shape[0]
-    key = (a.device.index, M, N, K, a.dtype, b.dtype, target.dtype, fast, row_wise, reads_beta_on_device)
+    key = (a.device.index, M, N, K, a.dtype, b.dtype, target.dtype, fast, row_wise)
     plan = _plans.get(key)
     if plan is None:
         check_operands(M, N, K, a.dtype, b.dtype)
         types = (a.dtype, b.dtype, target.dtype)
-        plan = Plan(
-            a.device.index, M, N, K, types, fast=fast, row_wise=row_wise, reads_beta_on_device=reads_beta_on_device
-        )
-        plan.algorithm = _chosen_algorithms.get(_make_plan_name(key), 0)
+        plan = Plan(a.device.index, M, N, K, types, fast=fast, row_wise=row_wise)
         _plans[key] = plan
     return plan
-
-
-def _make_plan_name(key: tuple[Any, ...]) -> str:
-    """Return a plan's key without its device as a text, which is the same on every rank."""
-    return " ".join(str(part).removeprefix("torch.") for part in key[1:])
-
-
-def list_chosen_algorithms() -> dict[str, int]:
-    """Return the indices of chosen algorithms that are not the library's first, by shape and types."""
-    with _lock:
-        return dict(sorted(_chosen_algorithms.items()))
-
-
-def set_algorithms(chosen: dict[str, int]) -> None:
-    """Replace all choices by those that `list_chosen_algorithms` returned on one rank."""
-    with _lock:
-        _chosen_algorithms.clear()
-        _chosen_algorithms.update(chosen)
-        for key, plan in _plans.items():
-            plan.algorithm = _chosen_algorithms.get(_make_plan_name(key), 0)
-            plan.proposal_count = 0  # The next GEMM requests proposals again.
-
-
-def _measure_seconds(call: Callable[[], None], calls: int = 4) -> float:
-    """Return the device's mean time per call in seconds."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(calls):
-        call()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) / calls / 1e3
-
-
-def tune(target: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, fast: bool = False) -> int:
-    """Time the first TIMED_PROPOSALS algorithms of this GEMM, and use the fastest. Return its index.
-
-    The values of `target` are lost. One rank calls this before the first step, and all ranks use its choices.
-    Algorithms differ in the order of their sums, so a choice during a run, or per rank, would make runs differ.
-    """
-    matmul_into(target, a, a_scale, b, b_scale, fast=fast)
-    row_wise = a_scale.numel() > 1 or b_scale.numel() > 1
-    with _lock:
-        plan = find_plan(target, a, b, fast, row_wise)
-        seconds = [float("inf")] * min(plan.proposal_count, TIMED_PROPOSALS)
-        for _ in range(3):  # Take the best of three rounds, because clocks drift.
-            for index in range(len(seconds)):
-                plan.algorithm = index
-                mean = _measure_seconds(lambda: matmul_into(target, a, a_scale, b, b_scale, fast=fast))
-                seconds[index] = min(seconds[index], mean)
-        best = min(range(len(seconds)), key=seconds.__getitem__)
-        is_faster = seconds[best] < seconds[0] * (1 - MIN_GAIN)
-        plan.algorithm = best if is_faster else 0
-        for key, cached_plan in _plans.items():
-            if cached_plan is plan:
-                _chosen_algorithms.pop(_make_plan_name(key), None)
-                if plan.algorithm:
-                    _chosen_algorithms[_make_plan_name(key)] = plan.algorithm
-        return plan.algorithm
 
 
 def matmul_into(
@@ -368,7 +280,6 @@ def matmul_into(
     *,
     overwrite: bool = False,
     fast: bool = False,
-    beta: Tensor | None = None,
 ) -> None:
     """Compute target [M, N] += a [M, K] @ b [N, K]^T times both scales.
 
@@ -380,21 +291,9 @@ def matmul_into(
         a_scale, b_scale: float32, [] each, or [M, 1] and [N, 1].
         overwrite: whether the product replaces target's values.
         fast: accumulate in about 14 bits.
-        beta: float32 [] on the device; target is multiplied by it before the addition. None: 1, or 0 with `overwrite`.
     """
     check_scales(a_scale, b_scale)
     row_wise = a_scale.numel() > 1 or b_scale.numel() > 1
     with _lock:
-        plan = find_plan(target, a, b, fast, row_wise, beta is not None)
-        alpha_pointer: Any
-        beta_pointer: Any
-        if beta is None:
-            alpha_pointer = byref(_ALPHA)
-            beta_pointer = byref(_BETA_OVERWRITE if overwrite else _BETA_ADD)
-        else:
-            device = a.device.index
-            if device not in _device_alphas:
-                _device_alphas[device] = torch.ones((), device=a.device)
-            alpha_pointer = c_void_p(_device_alphas[device].data_ptr())
-            beta_pointer = c_void_p(beta.data_ptr())
-        plan.run(target, a, a_scale, b, b_scale, alpha_pointer, beta_pointer)
+        plan = _find_plan(target, a, b, fast, row_wise)
+        plan.run(target, a, a_scale, b, b_scale, _BETA_OVERWRITE if overwrite else _BETA_ADD)

@@ -32,7 +32,6 @@ class Format:
     """One float8 format.
 
     Attributes:
-        dtype: the torch dtype.
         largest: its largest finite number.
         clipped: larger magnitudes are counted as clipped. It is half a step above the largest number.
         flushed: magnitudes up to this become zero. It is half the smallest positive number.
@@ -114,22 +113,19 @@ def power_of_2_above(scale: Tensor) -> Tensor:
     return ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
-def scale_from_amax(
-    amax: Tensor, fmt: Format, previous_scale: Tensor | float = 1.0, margin: int = 0, power_of_2: bool = False
-) -> Tensor:
-    """Return the float32 scale that maps amax to the largest number of `fmt`, or 2^margin below it.
+def scale_from_amax(amax: Tensor, fmt: Format, empty_scale: float = 1.0, power_of_2: bool = False) -> Tensor:
+    """Return the float32 scale that maps amax to the largest number of `fmt`.
 
     Args:
-        previous_scale: the result for an amax of zero, infinity or NaN.
+        empty_scale: the result for an amax of zero, infinity or NaN.
         power_of_2: round the scale up to a power of two, so that multiplication by it is exact.
     """
     amax = amax.float()
-    scale = (amax * (2.0**margin / fmt.largest)).clamp_min(SMALLEST_SCALE)
+    scale = (amax * (1.0 / fmt.largest)).clamp_min(SMALLEST_SCALE)
     if power_of_2:
         scale = power_of_2_above(scale)
     is_usable = torch.isfinite(amax) & (amax > 0) & torch.isfinite(scale)
-    previous_scale = torch.as_tensor(previous_scale, dtype=torch.float32, device=amax.device)
-    return torch.where(is_usable, scale, previous_scale)
+    return torch.where(is_usable, scale, empty_scale)
 
 
 def amax_reference(x: Tensor, dim: int | None = None) -> Tensor:

@@ -71,7 +71,7 @@ def _stack_columns_kernel(
     source = x_ptr + matrix * row_count * width
     x = tl.load(source + row[:, None].to(tl.int64) * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
     amax = tl.load(amax_ptr + matrix * width + column, mask=column < width, other=0.0)
-    scale = compute_scale(amax, 1.0, LARGEST, 1.0, SMALLEST, True)
+    scale = compute_scale(amax, 1.0, LARGEST, SMALLEST, True)
     if tl.program_id(1) == 0:
         tl.store(scale_ptr + matrix * width + column, scale, mask=column < width)
     q = scale_and_clamp(x, tl.math.div_rn(1.0, scale)[None, :], LARGEST)
@@ -151,7 +151,7 @@ def _cast_swiglu_kernel(
         column = start + tl.arange(0, BLOCK)
         amax_bits = tl.maximum(amax_bits, magnitude_bits(_load_swiglu(gate_ptr, column, width)))
     amax = tl.max(amax_bits, 0).to(tl.float32, bitcast=True)
-    scale = compute_scale(amax, 1.0, LARGEST, 1.0, SMALLEST, True)
+    scale = compute_scale(amax, 1.0, LARGEST, SMALLEST, True)
     tl.store(scale_ptr + row, scale)
     inverse_scale = tl.math.div_rn(1.0, scale)
     for start in range(0, width, BLOCK):

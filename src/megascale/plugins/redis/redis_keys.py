@@ -26,7 +26,6 @@ class JobKeys:
     way, and holds the epoch for joining ranks. All other keys contain the epoch.
 
     Attributes:
-        job: name of the job.
         attempt: number of the attempt; a higher one fences off the lower ones.
         epoch: name of this start, or an empty string before the job is opened or joined.
     """

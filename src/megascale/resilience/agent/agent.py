@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import secrets
 import time
 from collections import deque
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core.addresses import find_free_port
+from megascale.core.atomic_files import write_atomically
 from megascale.core.failure import find_errno, keep_running, log_failure
 from megascale.core.python_process import disable_bytecode_cache, module_command
 from megascale.core.stopwatch import Stopwatch
@@ -45,6 +45,7 @@ from megascale.resilience.protocol.agent_messages import (
     Inject,
     NodeReleased,
     Order,
+    PrepareGroups,
     RunningTrainers,
     Start,
     Stop,
@@ -62,9 +63,7 @@ class Agent:
     """Agent of a node.
 
     Args:
-        node: name of the node.
         folder: folder of the node with the job description.
-        address: address of the node.
         pod: name of the node's pod or container.
 
     Attributes:
@@ -193,6 +192,8 @@ class Agent:
             reason, errno = self._start_trainers(order)
             if reason:
                 self.link.send_message(do="failed", attempt=order.attempt, reason=truncate(reason), errno=errno)
+        elif isinstance(order, PrepareGroups):
+            self.trainers.prepare_groups(order)
         elif isinstance(order, Diagnose):
             self._order_task = self._start_task(self._send_diagnosis(order), "the self-checks")
         elif isinstance(order, Explain):
@@ -274,10 +275,7 @@ class Agent:
         file = self.run_folder / "faults" / order.name
         if self.shared or file.with_suffix(".injected").exists():
             return
-        file.parent.mkdir(exist_ok=True)
-        temporary = file.with_suffix(".tmp")
-        temporary.write_text(order.fault)
-        os.replace(temporary, file)
+        write_atomically(file, order.fault)
 
     async def _send_diagnosis(self, order: Diagnose) -> None:
         """Run the self-checks in a child process, and send their report."""

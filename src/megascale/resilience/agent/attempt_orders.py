@@ -17,7 +17,6 @@ def explain_change(previous: Start | None, order: Start) -> str:
 
     Args:
         previous: start order of the previous attempt, or None before the first attempt.
-        order: start order of the next attempt.
     """
     if order.fresh:
         return "the fork server of its node is renewed"

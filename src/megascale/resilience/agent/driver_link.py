@@ -35,10 +35,8 @@ class DriverLink:
 
     Args:
         folder: folder of the node, whose job description names the driver.
-        address: address of this node.
         make_hello: returns the fields of `Hello` except epoch, pid and version.
         on_session: called when a driver has accepted the agent.
-        execute_order: called with each order.
         lease: lease of this node's ranks, which the driver's answers renew.
 
     Attributes:

@@ -58,7 +58,6 @@ class ObservedRank:
     """Log of a rank in one attempt, and the progress that the log shows.
 
     Attributes:
-        tail: reader of the log.
         calls: counter of the rank's collectives.
         other_bar_lines: number of lines of progress bars other than the training's.
         step_count: number of steps of the training's progress bar, which is the first bar of the log. None before a

@@ -56,7 +56,6 @@ class ForkServer:
     """Server that forks ranks on the orders of an agent.
 
     Args:
-        sock: connection to the agent.
         names: modules to import, and functions (MODULE:FUNCTION) to call.
     """
 

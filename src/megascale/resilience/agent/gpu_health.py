@@ -246,7 +246,6 @@ class XidWatch:
                 failures.note(error, "the event is left out")
 
     def _record_event(self, event: Any) -> None:
-        """Record the Xid of an event."""
         index = self._find_index(event.device)
         if event.eventType & self._nvml.nvmlEventTypeXidCriticalError and index is not None:
             log.warning("GPU %d reported Xid %d", index, event.eventData)

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from megascale.checkpoint.background.service_protocol import locate_service, private_folder
+from megascale.core.atomic_files import write_atomically
 from megascale.errors import ConfigError
 from megascale.resilience.process_birth import read_birth_time
 from megascale.resilience.protocol.job_description import JobDescription, write_job
@@ -72,12 +73,12 @@ def read_epoch(folder: Path) -> int:
 
 def write_epoch(folder: Path, epoch: int) -> None:
     """Write the newest epoch atomically."""
-    _replace_text(folder / "epoch", str(epoch))
+    write_atomically(folder / "epoch", str(epoch))
 
 
 def record_agent_process(folder: Path, pid: int) -> None:
     """Write the process id of the node's agent."""
-    _replace_text(folder / PROCESS_FILE, json.dumps({"pid": pid, "born": read_birth_time(pid)}))
+    write_atomically(folder / PROCESS_FILE, json.dumps({"pid": pid, "born": read_birth_time(pid)}))
 
 
 def find_agent(folder: Path) -> int:
@@ -137,10 +138,3 @@ def _remove_service_files(location: ServiceLocation) -> None:
         time.sleep(_POLL_SECONDS)  # the killed process still has the lock
     with contextlib.suppress(OSError):
         location.folder.rmdir()
-
-
-def _replace_text(path: Path, text: str) -> None:
-    """Write a file atomically."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)

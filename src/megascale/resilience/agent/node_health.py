@@ -31,7 +31,6 @@ class NetworkInterface:
     """Traffic of one network interface, measured from its counters.
 
     Args:
-        name: name of the interface.
         files: open files of the counters: received bytes, transmitted bytes, then errors.
         scale: bytes per unit of the first two counters. InfiniBand counts words of four bytes.
     """

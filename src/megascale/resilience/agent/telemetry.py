@@ -37,9 +37,7 @@ class Telemetry:
 
     Args:
         job: description of the job with the intervals.
-        node, address, pod: names and address of this node.
         trainers: source of the trainers' state.
-        link: link to the driver.
         changed: event that causes a heartbeat at once.
         lease: lease of the ranks, which answers to heartbeats renew.
 
@@ -184,6 +182,7 @@ class Telemetry:
             leaving=self.is_leaving,
             saved_step=self._read_optional("checkpoints", self._trainers.find_saved_step, 0),
             prepared=self._trainers.is_prepared(),
+            groups=self._trainers.find_ended_groups(),
         )
         return self.last_heartbeat
 

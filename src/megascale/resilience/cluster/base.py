@@ -27,8 +27,6 @@ class NodeInfo:
     Attributes:
         name: name of the node within the job.
         address: address at which other nodes reach it, "" if unknown.
-        can_start_agent: an agent can be started on the node.
-        has_agent: an agent runs on the node.
         reason: the last problem of the node, "" if there was none.
     """
 

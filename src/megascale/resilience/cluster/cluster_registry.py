@@ -8,5 +8,8 @@ from megascale.resilience.cluster.local import ApartCluster, LocalCluster
 
 # Other clusters register themselves in the module of their name, which is imported when the name is first used.
 CLUSTERS: Registry[type[Cluster]] = Registry(
-    "resilience.cluster", {"local": LocalCluster, "apart": ApartCluster}, home="megascale.resilience.cluster"
+    "resilience.cluster",
+    {"local": LocalCluster, "apart": ApartCluster},
+    home="megascale.resilience.cluster",
+    module_names=("ssh", "slurm", "kubernetes"),
 )

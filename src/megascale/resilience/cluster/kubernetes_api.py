@@ -81,7 +81,6 @@ class KubernetesApi:
     """A connection to the API server that the settings name.
 
     Attributes:
-        namespace: namespace of the job.
         host: name or address of the server.
         request_count: number of requests so far.
     """
@@ -217,8 +216,6 @@ class Watch:
     The official client's Watch does not store the resource versions of bookmarks for plain JSON, and does not list.
 
     Args:
-        api: the server.
-        path: path of the objects.
         on_change: called in the thread with each change.
         query: label selectors and other parameters of the requests.
 

@@ -48,10 +48,7 @@ class DriverLease:
     """The Lease of a job.
 
     Args:
-        api: the server.
-        name: name of the Lease.
         seconds: duration of the Lease.
-        labels: labels of the object.
         clock: monotonic clock in seconds.
 
     Attributes:

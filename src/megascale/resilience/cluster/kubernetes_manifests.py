@@ -118,7 +118,6 @@ def to_yaml(objects: Sequence[Json]) -> str:
 
 
 def _add_namespace(config: Config, kubernetes_object: Json) -> Json:
-    """Return an object with the namespace kubernetes.namespace, if that is configured."""
     name = config.kubernetes.namespace
     if not name or kubernetes_object["kind"].startswith("Cluster"):  # ClusterRole and its binding have no namespace.
         return kubernetes_object

@@ -72,13 +72,11 @@ def make_pod(
     """Return the pod of a node.
 
     Args:
-        name: name of the pod.
         gpus: number of GPUs.
         slot: text that distinguishes pods on one machine, "" with one pod per machine.
         machine: machine on which the pod must run, "" for any.
         avoid: machines on which the pod must not run, if `machine` is empty.
         driver: (host, port) of the driver, None if unknown.
-        epoch: epoch of the driver.
         owner: reference to the object with which the pod is deleted.
         environment: variables of the pod's processes.
         secrets: names of variables in the job's Secret.
@@ -204,7 +202,6 @@ def make_pod_security(user: int) -> Json:
 
 
 def make_container_security() -> Json:
-    """Return the security context of a container."""
     return {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,

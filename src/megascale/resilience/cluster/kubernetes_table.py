@@ -184,7 +184,6 @@ class Table:
             self.update_pod(obj)
 
     def update_pod(self, obj: Json) -> Pod:
-        """Add or update a pod."""
         metadata = obj["metadata"]
         current_time = self._clock()
         pod = self.pods.get(metadata["uid"])
@@ -274,7 +273,6 @@ class Table:
             self.update_machine(obj)
 
     def update_machine(self, obj: Json) -> Machine:
-        """Add or update a machine."""
         name = obj["metadata"]["name"]
         machine = self.machines.setdefault(name, Machine(name))
         machine.update(obj, self._resource, self._clock())

@@ -29,7 +29,6 @@ class ClusterView:
     """The state of the cluster.
 
     Args:
-        api: the server.
         config: configuration of the job.
         gpus: number of GPUs per pod.
         blocked: reasons by the names of machines that the job must not get.
@@ -77,7 +76,6 @@ class ClusterView:
             watch.start()
 
     def stop(self) -> None:
-        """Stop the watches."""
         for watch in self._watches:
             watch.stop()
 
@@ -89,7 +87,6 @@ class ClusterView:
     # queries ----------------------------------------------------------------------------------------------------------
 
     def find_pod(self, name: str) -> Pod | None:
-        """Return a pod by its name."""
         return self.table.pods.get(self.table.uids.get(name, ""))
 
     def get_machine_name(self, node: str) -> str:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megascale.core.atomic_files import write_atomically
 from megascale.core.python_process import module_command
 from megascale.resilience.agent.node_folder import end_checkpoint_services, find_agent
 from megascale.resilience.cluster.base import Cluster, ClusterRequest, NodeInfo
@@ -125,7 +126,7 @@ class LocalCluster(Cluster):
         self._children.append(child)
         state = {"pid": child.pid, "born": read_birth_time(child.pid), "devices": devices}
         try:
-            await asyncio.to_thread(_replace_text, folder / STATE_FILE, json.dumps(state))
+            await asyncio.to_thread(write_atomically, folder / STATE_FILE, json.dumps(state))
         except OSError as error:
             child.kill()  # Without the file, nothing could find or end the agent.
             log.warning("no agent on %s: %s cannot be written: %s", name, folder / STATE_FILE, error)
@@ -233,13 +234,6 @@ class ApartCluster(LocalCluster):
     """
 
     has_own_folders = True
-
-
-def _replace_text(path: Path, text: str) -> None:
-    """Write a file atomically."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 def _parse_number(name: str) -> int:

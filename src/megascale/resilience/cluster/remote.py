@@ -77,7 +77,6 @@ class _Machine:
     """The state of a machine.
 
     Attributes:
-        is_node: the machine is a node of the job.
         has_agent: an agent was started and its end was not observed.
         is_opening: a request to start or adopt an agent is under way.
         failed_at: time of the last failure, on the monotonic clock.
@@ -100,7 +99,6 @@ class _Machine:
         return time.monotonic() - self.failed_at > RETRY_SECONDS
 
     def record_end(self, problem: str) -> None:
-        """Record that the agent has ended."""
         self.has_agent = False
         self.problem = problem
 
@@ -143,7 +141,6 @@ class RemoteCluster(Cluster):
         return
 
     def list_machines(self) -> list[str]:
-        """Return the names of all machines."""
         return list(self._machines)
 
     def set_removed_nodes(self, names: set[str]) -> None:

@@ -25,6 +25,7 @@ import time
 from collections.abc import Sequence
 
 from megascale.config import Config
+from megascale.core.atomic_files import write_atomically
 from megascale.core.failure import keep_running, log_failure
 from megascale.core.python_process import module_command
 from megascale.errors import EXIT_INTERRUPTED, ConfigError
@@ -202,11 +203,9 @@ class SlurmCluster(RemoteCluster):
         name = candidates[-1]
         standby_id = secrets.token_hex(4)
         try:
-            file = driver_folder(self.run) / slurm_standby.STANDBY_FILE
-            temporary = file.with_suffix(".tmp")
             # A standby whose number differs from the file's was replaced, and ends.
-            temporary.write_text(json.dumps({"number": standby_id, "node": name}))
-            os.replace(temporary, file)
+            standby = json.dumps({"number": standby_id, "node": name})
+            write_atomically(driver_folder(self.run) / slurm_standby.STANDBY_FILE, standby)
         except OSError as error:
             self._report("driver", f"no standby for the driver: {error}")
             return

@@ -25,6 +25,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megascale.core.atomic_files import write_atomically
 from megascale.core.python_process import module_command
 from megascale.errors import DataError
 from megascale.resilience.cluster.slurm_script import SIGNAL_SECONDS
@@ -116,10 +117,8 @@ def _end_job(run: Path, job_id: str, restarts: int, code: int) -> None:
 
     If the batch script on the removed node still runs, it ends the job. Otherwise Slurm's library does, or scancel.
     """
-    file = driver_folder(run) / EXIT_CODE_FILE
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"job": job_id, "starts": restarts, "code": code}))
-    os.replace(temporary, file)
+    ending = json.dumps({"job": job_id, "starts": restarts, "code": code})
+    write_atomically(driver_folder(run) / EXIT_CODE_FILE, ending)
     deadline = time.monotonic() + _END_TIMEOUT
     while time.monotonic() < deadline:
         job = query_job(job_id)

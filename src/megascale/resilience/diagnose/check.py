@@ -58,7 +58,6 @@ class SelfCheck:
 
 
 def make_failed_check(name: str, reason: str) -> SelfCheck:
-    """Return a check that failed."""
     return SelfCheck(name, "failed", details=reason)
 
 

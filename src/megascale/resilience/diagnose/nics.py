@@ -7,17 +7,17 @@ MegaScale section 4.3 tests loopback from every NIC to memory and GPUs, and from
 
 from __future__ import annotations
 
-import fcntl
 import re
 import shutil
 import socket
-import struct
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from megascale.core.addresses import list_interface_addresses
+from megascale.observe.store.network_settings import read_text
 from megascale.resilience.diagnose.check import Result, SelfCheck, make_absent_check, make_failed_check
 
 _STREAM_BYTES = 256 << 20  # sent per measurement of a TCP stream
@@ -29,28 +29,18 @@ _RDMA_START_SECONDS = 0.5  # for ib_write_bw's server to listen
 _RDMA_SECONDS = 20.0  # for the client, which sends for one second
 _ERROR_CHARACTERS = 300  # of ib_write_bw's error output
 _RDMA_PORT = 18600  # first port of ib_write_bw
-_SIOCGIFADDR = 0x8915  # Linux' ioctl for the address of an interface
 _NET = Path("/sys/class/net")
 _RDMA = Path("/sys/class/infiniband")
 
 
-def list_addresses() -> dict[str, str]:
+def _list_addresses() -> dict[str, str]:
     """Return the IPv4 address of each interface that has one, loopback included, by name."""
-    addresses = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                data = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue  # The interface has no address.
-            # struct ifreq: a name of 16 bytes, then a socket address, whose IPv4 address begins at its byte 4.
-            addresses[name] = socket.inet_ntoa(data[20:24])
-    return addresses
+    return {name: address for name, address in list_interface_addresses().items() if ":" not in address}
 
 
 def check_links() -> Iterator[SelfCheck]:
     """Check that every interface with an address has a carrier, and few errors since the boot."""
-    names = [name for name in sorted(list_addresses()) if name != "lo"]
+    names = [name for name in sorted(_list_addresses()) if name != "lo"]
     if not names:
         yield make_absent_check("nic link", "no network interface but loopback has an address")
     for name in names:
@@ -61,13 +51,13 @@ def _check_link(name: str) -> SelfCheck:
     """Return the check of one interface, with its nominal rate."""
     folder = _NET / name
     check_name = f"nic link {name}"
-    if _read_text(folder / "carrier") == "0":
+    if read_text(folder / "carrier") == "0":
         return make_failed_check(check_name, "no carrier: cable, transceiver or switch port")
     errors = _sum_counters(folder, "rx_errors", "tx_errors")
     packets = _sum_counters(folder, "rx_packets", "tx_packets")
     if errors > _MIN_ERRORS and errors > _MAX_ERROR_SHARE * packets:
         return make_failed_check(check_name, f"{errors} errors in {packets} packets since boot")
-    speed = _read_text(folder / "speed")  # Mbit/s, -1 if unknown
+    speed = read_text(folder / "speed")  # Mbit/s, -1 if unknown
     rate = None
     if speed.isdigit() and int(speed) > 0:
         rate = int(speed) / 8e3  # GB/s
@@ -76,7 +66,7 @@ def _check_link(name: str) -> SelfCheck:
 
 def _sum_counters(folder: Path, *counters: str) -> int:
     """Return the sum of an interface's counters. A missing counter counts as 0."""
-    return sum(int(_read_text(folder / "statistics" / counter) or 0) for counter in counters)
+    return sum(int(read_text(folder / "statistics" / counter) or 0) for counter in counters)
 
 
 def check_rdma_ports() -> Iterator[SelfCheck]:
@@ -85,8 +75,8 @@ def check_rdma_ports() -> Iterator[SelfCheck]:
     if not ports:
         yield make_absent_check("rdma port", "no RDMA device")
     for port in ports:
-        state = _read_text(port / "state")
-        link_downs = _read_text(port / "counters" / "link_downed") or "0"
+        state = read_text(port / "state")
+        link_downs = read_text(port / "counters" / "link_downed") or "0"
         result: Result = "passed" if "ACTIVE" in state else "failed"
         details = f"state {state}, link went down {link_downs} times"
         yield SelfCheck(f"rdma port {port.parts[-3]}:{port.name}", result, details=details)
@@ -126,7 +116,7 @@ def _measure_rdma(device: str, port: int) -> SelfCheck:
 
 def check_streams() -> Iterator[SelfCheck]:
     """Measure a TCP stream from each address of the host to itself, and between each pair of its NICs."""
-    addresses = list_addresses()
+    addresses = _list_addresses()
     if not addresses:
         yield make_absent_check("nic loopback", "no interface has an address")
     for name, address in sorted(addresses.items()):
@@ -172,11 +162,3 @@ def _measure_stream(name: str, source: str, target: str) -> SelfCheck:
         return make_failed_check(name, f"{received_bytes} of {_STREAM_BYTES} bytes arrived")
     details = f"TCP, {_STREAM_BYTES >> 20} MiB, {source} to {target}"
     return SelfCheck(name, "passed", rate, "GB/s", details=details)
-
-
-def _read_text(file: Path) -> str:
-    """Return the text of a file of /sys, "" if it cannot be read."""
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""

@@ -48,7 +48,6 @@ class Inquiry:
         nodes: node numbers in the order of their location, so that neighbours share a switch.
         good_nodes: nodes that passed with another node.
         bad_nodes: nodes that failed with two good nodes.
-        failed_pairs: pairs that failed.
         tested_pairs: pairs that were tested. The lower node number is first in every pair.
     """
 
@@ -132,7 +131,6 @@ class Findings:
         bad_nodes: nodes that fail with good nodes.
         bad_links: pairs of good nodes with a bad link.
         undecided_nodes: nodes that are neither good nor bad after the last round.
-        round_count: number of rounds.
         rates: GB/s by pair "A-B", None for a failed pair.
     """
 
@@ -168,7 +166,6 @@ def join_inquiry(store: Any, node: int, world: int, measure: Measure, seconds: f
         store: torch store that all nodes share.
         node: number of this node in the order of location; node 0 leads.
         world: number of nodes.
-        measure: measures a pair.
         seconds: time for a measurement, after which a silent node has failed.
     """
     leader = _Leader(store, world, seconds) if node == 0 else None

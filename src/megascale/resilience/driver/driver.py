@@ -32,6 +32,7 @@ from megascale.resilience.driver.recovery.missing_replicas import MissingReplica
 from megascale.resilience.driver.recovery.placement import Placement
 from megascale.resilience.driver.recovery.recovery import Recovery, SelfChecks
 from megascale.resilience.driver.recovery.response import Response
+from megascale.resilience.driver.recovery.spare_processes import SpareProcesses
 from megascale.resilience.driver.state.audit_log import AuditLog
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import ENDED, JobEvent, JobState, Phase
@@ -54,11 +55,9 @@ class Driver:
     """The driver of one job: builds its parts, and runs the loop.
 
     Args:
-        run: the run folder.
         config: the resolved configuration; `resilience` and the layout are used.
         cluster: provides the nodes.
         overrides: further settings of the trainers' command line.
-        journal: the journal, which this driver holds.
         state: the state of the job, either a new one or the journal's.
         log_line: called with each line for the terminal: (source, text).
         is_journal_doubtful: the journal may be older than the running trainers, so the driver asks the agents first
@@ -134,6 +133,9 @@ class Driver:
             attempts=self.attempts,
             settings=self.settings,
             record_event=record_event,
+        )
+        self.spare_processes = SpareProcesses(
+            job=self.job, nodes=self.nodes, attempts=self.attempts, settings=self.settings
         )
         self.placement = Placement(
             job=self.job,
@@ -358,6 +360,7 @@ class Driver:
                 self.fault_forwarding.send_new_faults()
             if self.job.is_running and current_time - self.job.phase_entered >= CALM_SECONDS:
                 self.self_checks.test_spares()
+                self.spare_processes.prepare()
                 self.recovery.refill_spares(current_time)
             self.missing_replicas.check_degraded_job()
         elif self.job.phase is Phase.STOPPING:

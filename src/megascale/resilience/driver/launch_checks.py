@@ -95,7 +95,6 @@ class JobSize:
     Attributes:
         world: number of ranks.
         ranks_per_node: number of ranks on each node.
-        data: data-parallel size.
         devices: for each node on this machine the indices of its GPUs, among the GPUs that this process sees.
     """
 
@@ -109,7 +108,6 @@ def compute_size(config: Config, gpus: int, *, shared: bool = True) -> JobSize:
     """Compute the number of ranks of a job.
 
     Args:
-        config: the settings.
         gpus: number of GPUs of this machine if `shared`, else of each node.
         shared: all nodes are on this machine; otherwise each node is a machine.
 
@@ -172,7 +170,6 @@ def read_job_files(config: Config, copies_in: Path | None = None) -> JobFiles:
     """Read the files that the settings name, for a configuration with its sizes (start_driver.prepare).
 
     Args:
-        config: the settings.
         copies_in: a run folder whose copies are read in place of the originals.
 
     Raises:

@@ -75,7 +75,6 @@ class Node:
             store listens on this port.
         heartbeat: the newest heartbeat of the attempt.
         history: (time received, heartbeat) of the last heartbeats, oldest first.
-        self_check: the state of its self-checks.
     """
 
     name: str
@@ -95,7 +94,6 @@ class Node:
 
     @property
     def state(self) -> NodeState:
-        """The state of the node."""
         return self.record.state
 
     @property
@@ -127,6 +125,10 @@ class Node:
     def is_prepared(self) -> bool:
         """True if its processes for the next attempt are started and wait for that attempt."""
         return self.heartbeat is not None and self.heartbeat.prepared
+
+    def has_ended_groups(self, number: int) -> bool:
+        """Return True if its prepared processes have ended the preparation of groups with this number."""
+        return self.heartbeat is not None and self.heartbeat.groups == number
 
     def forget_attempt(self) -> None:
         """Drop the heartbeats of an older attempt, so that the rules do not judge them again."""
@@ -230,13 +232,11 @@ class Nodes:
 
     Args:
         job: the job, whose state has the records of the nodes.
-        cluster: provides the nodes.
         tasks: runs lengthy work.
         limits: the configuration section [resilience].
         record_event: writes an event into the audit log.
 
     Attributes:
-        leases: leases of the agents.
         pending_requests: number of requested nodes that the cluster has not provided yet.
         last_request_time: when all missing nodes were last requested, on the monotonic clock.
         iteration_time: begin of the driver loop's present iteration, on the monotonic clock. The driver has read all
@@ -270,7 +270,6 @@ class Nodes:
         return self._nodes.get(name)
 
     def names(self) -> list[str]:
-        """Return the sorted names of all nodes."""
         return sorted(self._nodes)
 
     def all(self) -> list[Node]:

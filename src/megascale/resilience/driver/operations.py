@@ -26,11 +26,9 @@ class Operations:
     """Carries out the orders of people.
 
     Attributes:
-        job: the job.
         nodes: all nodes.
         attempts: stops the trainers.
         recovery: moves the ranks of evicted nodes.
-        settings: the settings in force.
         record_event: writes an event into the audit log.
     """
 

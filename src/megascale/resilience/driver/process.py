@@ -51,7 +51,6 @@ class LoopTasks:
         self.wake.set()
 
     def cancel(self) -> None:
-        """Cancel all tasks."""
         for task in self._tasks:
             task.cancel()
 

@@ -249,7 +249,6 @@ class _DriverStart:
     """How a driver begins its work.
 
     Attributes:
-        state: state of the job.
         is_launch: no process of the job runs, so the job gets the settings of this command.
         is_journal_doubtful: the journal may be older than the running trainers.
     """

@@ -24,6 +24,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from megascale import config as configuration
+from megascale.core.atomic_files import write_atomically
 from megascale.core.calls import read_calls
 from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.errors import ConfigError, DataError, TrainingError
@@ -40,10 +41,8 @@ class Fault:
     """A kind of fault.
 
     Attributes:
-        kind: name of the fault.
         target: a rank, a node or the whole run.
         is_in_trainer: the trainer injects the fault into itself.
-        effect: description of the fault.
         expected_response: reaction that the driver should show.
     """
 
@@ -143,11 +142,8 @@ def _request_from_trainer(run: Path, kind: str, options: Options) -> list[str]:
             "the run with --resilience.faults=true (never for a run that matters)"
         )
     folder = run / "faults"
-    folder.mkdir(exist_ok=True)
     name = f"{time.time_ns():020d}-{uuid.uuid4().hex[:6]}"
-    temporary = folder / f"{name}.tmp"
-    temporary.write_text(json.dumps({"kind": kind, **dataclasses.asdict(options)}))
-    os.replace(temporary, folder / f"{name}.json")
+    write_atomically(folder / f"{name}.json", json.dumps({"kind": kind, **dataclasses.asdict(options)}))
     if options.node is None:
         ranks = f"rank {options.rank}"
     else:

@@ -50,8 +50,6 @@ class AgentChannel:
     """An authenticated connection. Only one task may receive at a time; several tasks may send.
 
     Args:
-        reader, writer: the connection.
-        key: key of this connection.
         driver: True for the end of the driver.
     """
 
@@ -149,7 +147,6 @@ class AgentChannel:
         return self._writer.get_extra_info("ssl_object") is not None
 
     def close(self) -> None:
-        """Close the connection."""
         with contextlib.suppress(Exception):
             self._writer.close()
 

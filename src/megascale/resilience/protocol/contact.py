@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megascale.core.atomic_files import write_atomically
 from megascale.core.untrusted_files import read_small_text
 from megascale.errors import DataError
 from megascale.services import shared_token
@@ -20,7 +20,6 @@ class Contact:
     """The addresses of the newest driver.
 
     Attributes:
-        job: name of the job.
         epoch: epoch of the driver (state/journal.py).
         pid: process id of the driver.
         agents: (host, port) where the driver accepts agents.
@@ -41,20 +40,29 @@ def driver_folder(run: Path) -> Path:
 
 def write_contact(run: Path, contact: Contact) -> None:
     """Replace the contact file atomically."""
-    temporary = driver_folder(run) / "contact.tmp"
-    temporary.write_text(json.dumps(asdict(contact)))
-    os.replace(temporary, driver_folder(run) / "contact.json")
+    write_atomically(driver_folder(run) / "contact.json", json.dumps(asdict(contact)))
 
 
 def read_contact(run: Path) -> Contact:
     """Read the contact file. Raises DataError if it is missing or damaged."""
+    file = driver_folder(run) / "contact.json"
     try:
-        record = json.loads(read_small_text(driver_folder(run) / "contact.json"))
+        record = json.loads(read_small_text(file))
         record["agents"] = tuple(record["agents"])
         return Contact(**record)
-    except (OSError, ValueError, TypeError, KeyError):
+    except (FileNotFoundError, NotADirectoryError):
         raise DataError(
             f"{run} has no driver/contact.json: no driver was started there with `megascale launch`"
+        ) from None
+    except PermissionError:
+        raise DataError(
+            f"{file} cannot be read: it belongs to the user of the job; run the command as that user, or request an "
+            "access file (`megascale access`)"
+        ) from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(
+            f"{file} is damaged ({error}), so the driver's address is unknown; end the driver and start it again with "
+            "`megascale launch`, which writes the file"
         ) from None
 
 

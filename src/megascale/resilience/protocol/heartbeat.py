@@ -126,7 +126,6 @@ class NetworkTraffic(Record, frozen=True):
         rx_bytes_per_s, tx_bytes_per_s: mean rates.
         rx_min, rx_max, tx_min, tx_max: slowest and fastest sample in bytes/s.
         errors: receive and transmit errors and drops.
-        samples: number of samples.
     """
 
     interface: Name
@@ -145,10 +144,8 @@ class Heartbeat(Message, frozen=True):
 
     Attributes:
         job, attempt: job and attempt that the workers belong to.
-        node: name of the node.
         sequence: number of the heartbeat, increasing over the agent's life.
         sent_ns: the sender's wall clock, for display only, since clocks of machines differ.
-        address, pod: address of the node and name of its pod.
         hardware, versions: facts such as {"cpu": "..."} and {"torch": "2.13.0"}.
         workers, logs, gpus, traffic: see the classes.
         checksums: "step:rank" -> hexadecimal checksum of that rank's parameters after that step.
@@ -157,6 +154,7 @@ class Heartbeat(Message, frozen=True):
         leaving: the agent is ending and starts no more ranks.
         saved_step: step of the newest complete checkpoint of another trainer; 0 if unknown.
         prepared: all processes that were to be prepared for the next attempt wait for it.
+        groups: number of the newest preparation of groups that these processes have ended, with or without success.
     """
 
     job: NonEmptyName
@@ -178,6 +176,7 @@ class Heartbeat(Message, frozen=True):
     leaving: bool = False
     saved_step: Count = 0
     prepared: bool = False
+    groups: Count = 0
 
     @property
     def is_finished(self) -> bool:

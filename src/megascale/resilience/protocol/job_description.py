@@ -26,7 +26,6 @@ class JobDescription:
     """A job from the view of its agents.
 
     Attributes:
-        name: name of the job.
         epoch: epoch of the current driver.
         driver: (host, port) where the driver accepts agents.
         limits: the configuration section [resilience].

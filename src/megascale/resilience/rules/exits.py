@@ -45,8 +45,6 @@ class Cause:
     """The cause of a process's end.
 
     Attributes:
-        kind: event name.
-        description: the cause in words.
         action: action at the first occurrence.
         repeated: action at a repetition. With the action "stop", only an equal message counts as a repetition. With
             other actions an end on the same node counts.

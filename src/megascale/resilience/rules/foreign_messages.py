@@ -26,9 +26,7 @@ class ForeignMessage:
     """A message of another program.
 
     Attributes:
-        source: the program that writes the message.
         pattern: regular expression of the message.
-        fault: the fault that the message indicates.
         example: a line that the pattern matches.
     """
 

@@ -139,7 +139,6 @@ class _PeerTimes:
     Attributes:
         typical: typical seconds per step.
         noise: seconds per step that one of ten values exceeds.
-        peer_count: number of peers.
     """
 
     typical: float

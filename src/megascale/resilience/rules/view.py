@@ -93,12 +93,10 @@ class NodeView:
     """One node of the running attempt.
 
     Attributes:
-        node: name of the node.
         ranks: the ranks that were placed on the node, ascending; empty for a spare.
         last_seen: when its last message came, but not before the begin of the attempt; on the driver's monotonic clock.
         heartbeat: the newest heartbeat of this attempt, None before the first one.
         history: (time received, heartbeat) of the last heartbeats of this attempt, oldest first.
-        connected: its agent is connected.
     """
 
     node: str
@@ -130,7 +128,6 @@ class View:
     Attributes:
         job, attempt: the job's name, and the number of its start.
         phase: phase of the job (driver/state/job_state.py), such as "starting" or "running".
-        time: the present time.
         started: when this attempt's processes were started.
         members: the nodes that hold the job's ranks, in rank order, then the spares.
         grid: the layout of the ranks.

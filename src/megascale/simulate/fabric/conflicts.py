@@ -157,7 +157,7 @@ def count_leaf_uplink_flows(
     counts = np.zeros((draws, width), np.int64)
     first = topology.first_leaf_uplink + leaf * width
     for draw in range(draws):
-        keys = hash_five_tuples(leaf_flows, seed + draw, queue_pairs, entropy)
+        keys = hash_five_tuples(leaf_flows, seed + draw, entropy)
         up = route_flows(topology, leaf_flows, keys, seed + draw, polarised)[:, 1]
         counts[draw] = np.bincount(up[up >= 0] - first, minlength=width)
     return counts

@@ -23,7 +23,6 @@ class DcqcnSettings:
     """Parameters of DCQCN, with the names of the paper where it has one. Times are in microseconds.
 
     Attributes:
-        source: source of the values.
         kmin_kb, kmax_kb, pmax: ECN marking of a 25 Gb/s port: queue from which on packets are marked sometimes, queue
             from which on all are marked, and probability just below.
         g: weight of a notification in alpha.
@@ -92,7 +91,6 @@ class SwiftSettings:
     """Parameters of Swift. Times are in microseconds, windows in packets.
 
     Attributes:
-        source: source of the values.
         base_us, hop_us: the target delay of a path is `base_us` plus `hop_us` per link.
         ai: additive increase of the window per round trip.
         beta: multiplicative decrease, relative to the excess of the delay.

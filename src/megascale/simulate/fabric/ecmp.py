@@ -57,7 +57,6 @@ class Flows:
 
     @classmethod
     def join(cls, *flows: Flows) -> Flows:
-        """Concatenate flows."""
         return cls(
             np.concatenate([item.source for item in flows]),
             np.concatenate([item.target for item in flows]),
@@ -82,12 +81,11 @@ def _mix(x: Keys) -> Keys:
     return x ^ (x >> np.uint64(31))
 
 
-def hash_five_tuples(flows: Flows, seed: int, queue_pairs: int = 1, entropy: Entropy = "qp") -> Keys:
+def hash_five_tuples(flows: Flows, seed: int, entropy: Entropy = "qp") -> Keys:
     """Return a hash of each flow's five-tuple, [F].
 
     Args:
         seed: determines the numbers of queue pairs and the addresses, which differ between starts of a job.
-        queue_pairs: number of consecutive `flows` that are queue pairs of one flow.
         entropy: "qp": the NIC derives the UDP source port (14 bits) from the queue pair; "pair": one port for each pair
             of NICs, so that all queue pairs of a flow take one path.
     """

@@ -73,7 +73,7 @@ def study_hash_conflicts(
         slowest_times = []
         split_flows = flows.split(count)
         for draw in range(min(draws, 5)):
-            keys = hash_five_tuples(split_flows, seed + draw, count, entropy)
+            keys = hash_five_tuples(split_flows, seed + draw, entropy)
             rates = compute_fair_rates(
                 route_flows(topology, split_flows, keys, seed + draw, polarised), topology.bandwidth
             )

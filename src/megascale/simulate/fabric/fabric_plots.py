@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megascale.simulate.fabric.flaps import Advice, compute_stalls, compute_timer
 from megascale.simulate.fabric.topology import Topology
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from megascale.simulate.figures import label_log_axis, make_figure, save
 
 BLUE = "#2b5c8a"
 ORANGE = "#e07b39"
@@ -22,29 +19,11 @@ GREY = "#999999"
 SHADES = (BLUE, ORANGE, GREEN, RED, "#7d5ba6", "#8a6d3b")
 
 
-def _figure(width: float, height: float, columns: int = 1) -> tuple[Figure, Any]:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, columns, figsize=(width, height), dpi=150, layout="constrained", squeeze=False)
-    for panel in axes[0]:
-        panel.spines[["top", "right"]].set_visible(False)
-    return figure, axes[0] if columns > 1 else axes[0][0]
-
-
-def _save(figure: Figure, path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    plt.close(figure)
-
-
 def draw_topology(topology: Topology, path: Path) -> None:
     """Plot the switches by tier and the cables of one leaf switch of each pod, with failed links black and dashed."""
-    figure, axes = _figure(11, 4.6)
+    from matplotlib.patches import Rectangle
+
+    figure, axes = make_figure(11, 4.6)
     switch_counts = (topology.leaves, topology.aggregations, topology.cores)
     positions = [(np.arange(count) + 0.5) / max(count, 1) for count in switch_counts]
     shown_leaves = [int(np.flatnonzero(topology.pod_of == pod)[0]) for pod in range(topology.pods)]
@@ -70,7 +49,8 @@ def draw_topology(topology: Topology, path: Path) -> None:
     sets = -(-spec.hosts // spec.hosts_per_set)
     for i in range(min(sets, 60)):
         left_edge = i / sets
-        axes.add_patch(_rectangle(left_edge + 0.1 / sets, 0.35, 0.8 / sets, 0.18))
+        corner = (left_edge + 0.1 / sets, 0.35)
+        axes.add_patch(Rectangle(corner, width=0.8 / sets, height=0.18, facecolor="#dddddd", edgecolor=GREY, lw=0.4))
     axes.text(-0.01, 0.44, f"{spec.hosts:,} hosts, {sets} sets", ha="right", va="center", fontsize=9)
     title = (
         f"{spec.name}: {spec.gpus:,} NICs of {spec.nic_gbps:g}G, {topology.pods} pods; cables of one leaf "
@@ -81,20 +61,14 @@ def draw_topology(topology: Topology, path: Path) -> None:
     axes.set_title(title, fontsize=10)
     axes.set_xlim(-0.16, 1.01)
     axes.axis("off")
-    _save(figure, path)
-
-
-def _rectangle(x: float, y: float, width: float, height: float) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((x, y), width, height, facecolor="#dddddd", edgecolor=GREY, lw=0.4)
+    save(figure, path)
 
 
 def plot_bars(
     labels: Sequence[str], series: Mapping[str, Sequence[float]], path: Path, ylabel: str, title: str = ""
 ) -> None:
     """Plot a group of bars for each label, with one bar per series."""
-    figure, axes = _figure(max(6.0, 1.3 * len(labels) + 1), 4.0)
+    figure, axes = make_figure(max(6.0, 1.3 * len(labels) + 1), 4.0)
     group_positions = np.arange(len(labels))
     bar_width = 0.8 / len(series)
     for index, (name, values) in enumerate(series.items()):
@@ -108,32 +82,27 @@ def plot_bars(
     axes.set_title(title, fontsize=10)
     if len(series) > 1:
         axes.legend(frameon=False, fontsize=9, loc="upper left", ncols=len(series))
-    _save(figure, path)
+    save(figure, path)
 
 
-def plot_lines(
-    x: Sequence[float], series: Mapping[str, Sequence[float]], path: Path, xlabel: str, ylabel: str, title: str = "",
-    log: bool = False,
-) -> None:  # fmt: skip
-    """Plot one line per series. `log`: whether the x axis is logarithmic."""
-    figure, axes = _figure(7.2, 4.2)
+def plot_lines(x: Sequence[float], series: Mapping[str, Sequence[float]], path: Path, xlabel: str, ylabel: str) -> None:
+    """Plot one line per series over a logarithmic x axis."""
+    figure, axes = make_figure(7.2, 4.2)
     for index, (name, values) in enumerate(series.items()):
         axes.plot(x, values, marker="o", ms=4, color=SHADES[index % len(SHADES)], label=name)
-    if log:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(x, [f"{v:g}" for v in x])
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(x, [f"{v:g}" for v in x])
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
-    axes.set_title(title, fontsize=10)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=9)
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_controls(rows: Mapping[str, Mapping[str, float]], path: Path, title: str) -> None:
     """Plot finish times, queues and pauses of each congestion control. `rows`: figures by control."""
-    figure, panels = _figure(12, 3.8, 3)
+    figure, panels = make_figure(12, 3.8, 3)
     names = list(rows)
     positions = np.arange(len(names))
     for index, key in enumerate(("mean_us", "p99_us", "max_us")):
@@ -149,12 +118,12 @@ def plot_controls(rows: Mapping[str, Mapping[str, float]], path: Path, title: st
     for panel in panels:
         panel.set_xticks(positions, names, rotation=20, ha="right", fontsize=8)
     figure.suptitle(title, fontsize=10)
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_flap_timers(advice: Advice, path: Path, restart: float) -> None:
     """Plot the stall over the flap's duration for several timers, and the mean cost of a flap for each setting."""
-    figure, (left_axes, right_axes) = _figure(11.5, 4.2, 2)
+    figure, (left_axes, right_axes) = make_figure(11.5, 4.2, 2)
     durations = np.geomspace(0.01, 60, 400)
     for number, timeout in enumerate((14, 18, 20, 22)):
         times = compute_stalls(durations, timeout, 7).seconds
@@ -181,14 +150,5 @@ def plot_flap_timers(advice: Advice, path: Path, restart: float) -> None:
     right_axes.set_ylabel(f"job seconds lost per flap (a restart: {restart:g} s)")
     right_axes.legend(frameon=False, fontsize=8)
     for axis, steps in ((left_axes.xaxis, (1,)), (left_axes.yaxis, (1,)), (right_axes.yaxis, (1, 2, 5))):
-        _plain_log(axis, steps)
-    _save(figure, path)
-
-
-def _plain_log(axis: Any, steps: tuple[int, ...]) -> None:
-    """Label a logarithmic axis with plain numbers, at these multiples of powers of ten."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axis.set_major_locator(LogLocator(subs=steps))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
+        label_log_axis(axis, steps)
+    save(figure, path)

@@ -140,7 +140,6 @@ class Advice:
     The certainty comes from other sets of flaps, which are resampled or redrawn.
 
     Attributes:
-        best: the cheapest setting.
         table: outcomes with MAX_RETRIES, for each time-out with and without adaptive retransmission.
         agreement: share of the other sets in which `best` costs at most 10% more than the set's cheapest setting.
         regret: 90th percentile over the other sets of the additional cost of `best`, in seconds per flap.

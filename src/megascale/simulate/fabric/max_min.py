@@ -25,7 +25,6 @@ class Sharing:
         Raises FitError if a flow crosses a link without bandwidth.
         """
         used = paths >= 0
-        self.flow_count = len(paths)
         self.flow = np.repeat(np.arange(len(paths)), used.sum(axis=1))
         links, self.link = np.unique(paths[used], return_inverse=True)
         self.bandwidth = bandwidth[links].astype(float)
@@ -35,17 +34,12 @@ class Sharing:
                 "links first"
             )
 
-    def rates(self, active: Bools | None = None) -> Floats:
-        """Return the rates of flows, bytes/s [F]; see `compute_fair_rates`."""
-        rates = np.full(self.flow_count, np.inf)
-        if active is not None:
-            rates[~active] = 0.0
-        flow = self.flow
-        link = self.link
-        if active is not None:
-            is_active_hop = active[flow]
-            flow = flow[is_active_hop]
-            link = link[is_active_hop]
+    def rates(self, active: Bools) -> Floats:
+        """Return the rates of flows, bytes/s [F], 0 for flows that are not `active`; see `compute_fair_rates`."""
+        rates = np.where(active, np.inf, 0.0)
+        is_active_hop = active[self.flow]
+        flow = self.flow[is_active_hop]
+        link = self.link[is_active_hop]
         remaining = self.bandwidth.copy()
         link_count = len(self.bandwidth)
         users = np.bincount(link, minlength=link_count)
@@ -70,7 +64,7 @@ class Sharing:
         return rates
 
 
-def compute_fair_rates(paths: Ints, bandwidth: Floats, active: Bools | None = None) -> Floats:
+def compute_fair_rates(paths: Ints, bandwidth: Floats) -> Floats:
     """Return the max-min fair rates of flows, bytes/s [F].
 
     In a max-min fair allocation, a flow can only get more if a flow with the same or a lower rate gets less. The method
@@ -81,59 +75,40 @@ def compute_fair_rates(paths: Ints, bandwidth: Floats, active: Bools | None = No
     Args:
         paths: [F, hops] links, -1 for none. A flow without links is not limited: infinite.
         bandwidth: [E] bytes/s.
-        active: [F] whether a flow is active; inactive flows have rate 0.
 
     Raises:
         FitError: a flow crosses a link without bandwidth.
     """
-    return Sharing(paths, bandwidth).rates(active)
+    return Sharing(paths, bandwidth).rates(np.ones(len(paths), bool))
 
 
-def compute_finish_times(
-    paths: Ints, sizes: Floats, bandwidth: Floats, tolerance: float = 0.0, starts: Floats | None = None
-) -> Floats:
-    """Return the seconds at which flows finish, [F]. Rates are computed again whenever flows finish or start.
+def compute_finish_times(paths: Ints, sizes: Floats, bandwidth: Floats, tolerance: float = 0.0) -> Floats:
+    """Return the seconds at which flows finish, [F]. All start at once; rates are computed again whenever some finish.
 
     Args:
         paths: [F, hops] links.
-        sizes: [F] bytes; a flow of 0 bytes finishes when it starts.
+        sizes: [F] bytes; a flow of 0 bytes finishes at once.
         bandwidth: [E] bytes/s.
         tolerance: relative error that is allowed for speed. Flows that finish within this share of the elapsed time end
             in one round, so that a step of 12,288 GPUs takes some hundred rounds instead of ten thousand. Freed
             bandwidth is used from the next round on, so finish times may be late by about this share, but not early.
-        starts: [F] seconds at which flows start; default: 0.
     """
     if (sizes < 0).any():
         raise ConfigError(f"a flow of {sizes.min():g} bytes: sizes must be 0 or more")
-    start_times = np.zeros(len(sizes)) if starts is None else np.asarray(starts, float)
-    if (start_times < 0).any():
-        raise ConfigError(f"a flow starts at {start_times.min():g} s: delays must be 0 or more")
     sharing = Sharing(paths, bandwidth)
-    finish = np.where(sizes > 0, np.inf, start_times)
+    finish = np.where(sizes > 0, np.inf, 0.0)
     remaining_bytes = sizes.astype(float).copy()
     time = 0.0
     while True:
-        is_unfinished = np.isinf(finish)
-        if not is_unfinished.any():
-            return finish
-        is_active = is_unfinished & (start_times <= time)
-        later_starts = start_times[is_unfinished & (start_times > time)]
-        next_start = later_starts.min() if len(later_starts) else np.inf
+        is_active = np.isinf(finish)
         if not is_active.any():
-            time = next_start
-            continue
+            return finish
         rates = sharing.rates(is_active)
         with np.errstate(divide="ignore", invalid="ignore"):
             remaining_seconds = np.where(is_active, remaining_bytes / rates, np.inf)
         shortest = remaining_seconds.min()
-        horizon = shortest + tolerance * (time + shortest)
-        if time + horizon >= next_start:
-            horizon = next_start - time
-        is_finishing = remaining_seconds <= horizon
-        if is_finishing.any():
-            elapsed = max(shortest, float(remaining_seconds[is_finishing].max()))
-        else:
-            elapsed = horizon
+        is_finishing = remaining_seconds <= shortest + tolerance * (time + shortest)
+        elapsed = float(remaining_seconds[is_finishing].max())
         remaining_bytes[is_active] = np.maximum(0.0, remaining_bytes[is_active] - rates[is_active] * elapsed)
         finish[is_finishing] = time + remaining_seconds[is_finishing]
         time += elapsed

@@ -196,7 +196,6 @@ def at_switch(t, links, rules, paths, i, time):
             ports[incoming, col.PAUSE_REQUESTED] = 1
             ports[incoming, col.PAUSE_SENT] = 1
             t.totals[col.PAUSES] += 1
-            ports[incoming, col.PAUSE_COUNT] += 1
             insert(t.head, rows, t.count, time + links.delay[incoming] + 1, t.pauses + incoming)
         mark(t, links, i, e)
         rows[i, col.HOP] += 1

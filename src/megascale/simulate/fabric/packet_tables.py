@@ -30,8 +30,7 @@ IS_GO_BACK = 8
 # wants a pause; PAUSE_SENT and RESUME_SENT tell whether such a frame is on its way. ARRIVED counts bytes that came over
 # the link and are still in the switch, CARRIED all bytes sent.
 (FIRST, LAST, QUEUED, MAX_QUEUED, FREE_AT, WAKE_AT, PAUSED, PAUSE_REQUESTED, PAUSE_SENT, RESUME_SENT,
- PAUSED_FROM, PAUSED_FOR,
- PAUSE_COUNT, ARRIVED, CARRIED) = range(15)  # fmt: skip
+ PAUSED_FROM, PAUSED_FOR, ARRIVED, CARRIED) = range(14)  # fmt: skip
 # Columns of a row of `flows`: a flow. Packets below DONE_TO are acknowledged, FOLLOWING is the next to send, HIGHEST
 # the first that was never sent, EXPECTED the next that the receiver accepts. NACKED is 1 if the receiver has reported
 # the present gap. READY is the earliest time of the next send. ARMED is 1 if the flow's timer is set, RTO is its

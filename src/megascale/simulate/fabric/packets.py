@@ -57,12 +57,10 @@ class PacketResult:
         aborted: [F] seconds at which a flow was aborted, NaN if it was not.
         counts: counters by name (see COUNTERS).
         max_queue_bytes: [E] maximum bytes in the queue of each link's sender.
-        pause_seconds, pause_count: [E] total time and number of pauses of each link's sender.
-        carried: [E] bytes sent over each link.
+        pause_seconds: [E] total time of the pauses of each link's sender.
         samples: [n, 3] of the watched link: time in seconds, bytes in the queue, bytes sent so far.
         mean_rtt: mean round trip in seconds.
         wall, cpu: wall-clock and processor seconds of the simulation.
-        settings: settings of the simulation.
     """
 
     finish: Floats
@@ -70,8 +68,6 @@ class PacketResult:
     counts: dict[str, int]
     max_queue_bytes: Ints
     pause_seconds: Floats
-    pause_count: Ints
-    carried: Ints
     samples: Floats
     mean_rtt: float
     wall: float
@@ -176,8 +172,6 @@ def simulate_packets(
         counts={name: int(totals[index]) for index, name in enumerate(COUNTERS)},
         max_queue_bytes=expand_to_all_links(ports[:, tables.MAX_QUEUED], np.int64),
         pause_seconds=expand_to_all_links(ports[:, tables.PAUSED_FOR] * TICK, np.float64),
-        pause_count=expand_to_all_links(ports[:, tables.PAUSE_COUNT], np.int64),
-        carried=expand_to_all_links(ports[:, tables.CARRIED], np.int64),
         samples=samples,
         mean_rtt=mean_rtt * TICK,
         wall=wall,

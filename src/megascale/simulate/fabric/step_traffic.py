@@ -10,8 +10,6 @@ from megascale.core.parameter_counts import count_stage_parameters
 from megascale.core.tensors import DTYPE_BYTES
 from megascale.core.traffic import check_priced_axes, gathered_bytes
 from megascale.errors import FitError
-from megascale.simulate.fabric.placement import Placement, make_step_flows
-from megascale.simulate.fabric.topology import Ints
 
 
 @dataclass(frozen=True)
@@ -66,11 +64,3 @@ def estimate_step_traffic(config: Config, gpus: int) -> StepTraffic:
         activation=model.sequence_length * train.micro_batch * model.hidden * itemsize / (grid.tensor * grid.context),
         transfers=micro_batches * parallel.virtual_stages if grid.pipeline > 1 else 0,
     )
-
-
-def list_nic_neighbours(placement: Placement) -> Ints:
-    """Return the NICs of data-parallel ring neighbours on different hosts, which have most traffic: [n, 2]."""
-    import numpy as np
-
-    flows = make_step_flows(placement, "data", 1.0)
-    return np.stack([flows.source, flows.target], axis=1)

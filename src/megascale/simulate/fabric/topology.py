@@ -26,7 +26,6 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 GIGABIT = 1e9 / 8  # bytes
-TIERS = ("NIC", "leaf", "aggregation", "core")
 
 
 @dataclass(frozen=True)
@@ -229,7 +228,6 @@ def _wire_leaves(spec: FabricSpec, leaves: int, rails: int, up: int) -> tuple[In
     Args:
         leaves: number of leaf switches.
         rails: leaf switches of a set of hosts.
-        up: uplinks of a leaf switch.
 
     Returns:
         The aggregation switch of each uplink, [T, u]; the pod of each leaf switch, [T]; and the number of aggregation

@@ -72,7 +72,6 @@ class FabricTimes:
     """Slow-downs of a job's transfers on a fabric.
 
     Attributes:
-        topology, placement: the fabric, and the machines of the job.
         queue_pairs: connections over which a pair of ranks spreads its bytes.
         draws: number of draws of the hash seeds; each is one start of the job.
         polarised: whether all switches have the same hash seed.
@@ -155,7 +154,7 @@ class FabricTimes:
         values = np.empty((self.draws, len(group_numbers)))
         split_flows = all_flows.split(self.queue_pairs)
         for draw in range(self.draws):
-            keys = hash_five_tuples(split_flows, draw, self.queue_pairs)
+            keys = hash_five_tuples(split_flows, draw)
             paths = route_flows(topology, split_flows, keys, draw, self.polarised)
             all_finish = compute_finish_times(paths, split_flows.size, topology.bandwidth, self.tolerance)
             finish = all_finish[: len(flows) * self.queue_pairs]

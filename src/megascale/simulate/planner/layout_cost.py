@@ -234,9 +234,6 @@ class LayoutCost(LayoutFigures):
 
         A context rank keeps at least SHORTEST_SLICE tokens, which fill a GPU. With micro-batches of several samples the
         result is None, because a smaller micro-batch is the better remedy.
-
-        Args:
-            recompute: value of parallel.recompute that the layout then has.
         """
         grid = self.layout.grid
         if self.config.train.micro_batch > 1:

@@ -69,7 +69,6 @@ class LayoutFigures:
     """Work, bubble, memory and traffic of a layout.
 
     Attributes:
-        layout: the planned layout.
         device_gib: memory of a device in GiB.
     """
 

@@ -89,20 +89,15 @@ def _is_light(shade: str) -> bool:
 
 def save_png(plan: LayoutCost, path: Path) -> None:
     """Draw the plan's replayed schedule, and below it the memory of each stage. The suffix selects the file format."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     p = plan.layout.grid.pipeline
     shown = min(p, 32)
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(14, 3.2 + 0.28 * shown + 3.2), height_ratios=[1.0 + 0.28 * shown, 3.2], layout="constrained"
-    )
+    figure = Figure(figsize=(14, 3.2 + 0.28 * shown + 3.2), layout="constrained")
+    top, bottom = figure.subplots(2, 1, height_ratios=[1.0 + 0.28 * shown, 3.2])
     _draw_schedule(top, plan)
     _draw_memory(bottom, plan)
     figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 def _draw_schedule(axes, plan: LayoutCost) -> None:  # type: ignore[no-untyped-def]
@@ -183,7 +178,8 @@ def _draw_memory(axes, plan: LayoutCost) -> None:  # type: ignore[no-untyped-def
         if kind == "reserve":
             height = np.full(len(stages), RESERVE_GIB)
         elif kind == "buffers":
-            height = np.array([(m.tensor_buffers + m.pipeline_buffers + m.graph_buffers) / GIB for m in plan.memory])
+            buffers = [m.tensor_buffers + m.pipeline_buffers + m.graph_buffers + m.prepared_groups for m in plan.memory]
+            height = np.array(buffers) / GIB
         elif kind == "weights":
             height = np.array([(m.weights + m.weight_copies) / GIB for m in plan.memory])
         else:

@@ -21,7 +21,6 @@ class FasterSplit(NamedTuple):
 
     Attributes:
         layers: layers of each chunk, in model order; half layers occur if blocks can be divided.
-        saved_share: saved share of the step.
     """
 
     layers: list[int | float]

@@ -1,4 +1,4 @@
-// What every drawing shares: sharp pixels, one drawing a frame, and how long a frame took.
+// What all drawings share: sharp pixels, one drawing per frame, the duration of a frame, and drags by a pointer.
 
 import { css } from "./colours.js";
 
@@ -59,4 +59,40 @@ export class Drawing {
   close() {
     this.watch.disconnect();
   }
+}
+
+/**
+ * Return the handlers of a pointer over a canvas. A press that moves less than 4 pixels is a click, else a drag.
+ * @param {{
+ *   hover: (x: number, y: number) => void,
+ *   drag: (dx: number, dy: number) => void,
+ *   click: (x: number, y: number) => void,
+ *   drop?: () => void,
+ * }} on
+ */
+export function followPointer(on) {
+  /** @type {{x: number, y: number, moved: boolean} | null} */
+  let held = null;
+  return {
+    onpointerdown: (/** @type {PointerEvent} */ event) => {
+      /** @type {Element} */ (event.currentTarget).setPointerCapture(event.pointerId);
+      held = { x: event.offsetX, y: event.offsetY, moved: false };
+    },
+    onpointermove: (/** @type {PointerEvent} */ event) => {
+      if (!held) {
+        on.hover(event.offsetX, event.offsetY);
+        return;
+      }
+      const [dx, dy] = [event.offsetX - held.x, event.offsetY - held.y];
+      if (!held.moved && Math.hypot(dx, dy) < 4) return;
+      held = { x: event.offsetX, y: event.offsetY, moved: true };
+      on.drag(dx, dy);
+    },
+    onpointerup: (/** @type {PointerEvent} */ event) => {
+      const isClick = held && !held.moved;
+      held = null;
+      if (isClick) on.click(event.offsetX, event.offsetY);
+      else on.drop?.();
+    },
+  };
 }

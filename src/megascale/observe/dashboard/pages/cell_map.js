@@ -1,6 +1,6 @@
 // Cells in a plane that is zoomed and moved: a cell a rank, by host or by its place in the grid.
 
-import { Drawing } from "./canvas.js";
+import { Drawing, followPointer } from "./canvas.js";
 import { SCALE, css, inkOn } from "./colours.js";
 import { h } from "./dom.js";
 
@@ -29,8 +29,6 @@ export class CellMap {
     this.zoom = 1;
     this.left = 0;
     this.top = 0;
-    /** @type {{x: number, y: number, moved: boolean} | null} */
-    this.held = null;
     this.canvas = h("canvas", {
       tabindex: 0,
       role: "application",
@@ -40,16 +38,16 @@ export class CellMap {
         event.preventDefault();
         this.zoomAt(event.offsetX, event.offsetY, Math.exp(-event.deltaY / 400));
       },
-      onpointerdown: (/** @type {PointerEvent} */ event) => {
-        this.canvas.setPointerCapture(event.pointerId);
-        this.held = { x: event.offsetX, y: event.offsetY, moved: false };
-      },
-      onpointermove: (/** @type {PointerEvent} */ event) => this.moved(event),
-      onpointerup: (/** @type {PointerEvent} */ event) => {
-        const click = this.held && !this.held.moved;
-        this.held = null;
-        if (click) this.choose(this.cellAt(event.offsetX, event.offsetY));
-      },
+      ...followPointer({
+        hover: (x, y) => told.pointed(this.cellAt(x, y), x, y),
+        drag: (dx, dy) => {
+          this.left -= dx;
+          this.top -= dy;
+          this.bound();
+          this.drawing.later();
+        },
+        click: (x, y) => this.choose(this.cellAt(x, y)),
+      }),
       onpointerleave: () => told.pointed(-1, 0, 0),
       ondblclick: () => this.whole(),
       onkeydown: (/** @type {KeyboardEvent} */ event) => this.key(event),
@@ -94,22 +92,6 @@ export class CellMap {
     const { width, height } = this.drawing;
     this.left = Math.max(0, Math.min(width * (this.zoom - 1), this.left));
     this.top = Math.max(0, Math.min(height * (this.zoom - 1), this.top));
-  }
-
-  /** @param {PointerEvent} event */
-  moved(event) {
-    if (this.held) {
-      const [dx, dy] = [event.offsetX - this.held.x, event.offsetY - this.held.y];
-      if (this.held.moved || Math.hypot(dx, dy) > 4) {
-        this.left -= dx;
-        this.top -= dy;
-        this.bound();
-        this.held = { x: event.offsetX, y: event.offsetY, moved: true };
-        this.drawing.later();
-      }
-      return;
-    }
-    this.told.pointed(this.cellAt(event.offsetX, event.offsetY), event.offsetX, event.offsetY);
   }
 
   /** @param {number} px @param {number} py */

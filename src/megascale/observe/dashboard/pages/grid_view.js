@@ -1,6 +1,6 @@
 // Ranks as points in space: data to the right, stages downward, tensor ranks into the depth; turned and zoomed.
 
-import { Drawing } from "./canvas.js";
+import { Drawing, followPointer } from "./canvas.js";
 import { SCALE, css, inkOn, parts, pixel } from "./colours.js";
 import { h } from "./dom.js";
 
@@ -36,8 +36,6 @@ export class GridView {
     this.size = 4;
     /** @type {Uint32Array} */
     this.order = new Uint32Array(0);
-    /** @type {{x: number, y: number, moved: boolean} | null} */
-    this.held = null;
     this.canvas = h("canvas", {
       tabindex: 0,
       role: "application",
@@ -47,15 +45,11 @@ export class GridView {
         event.preventDefault();
         this.scale(Math.exp(-event.deltaY / 500));
       },
-      onpointerdown: (/** @type {PointerEvent} */ event) => {
-        this.canvas.setPointerCapture(event.pointerId);
-        this.held = { x: event.offsetX, y: event.offsetY, moved: false };
-      },
-      onpointermove: (/** @type {PointerEvent} */ event) => this.moved(event),
-      onpointerup: (/** @type {PointerEvent} */ event) => {
-        if (this.held && !this.held.moved) told.chosen(this.hit(event.offsetX, event.offsetY));
-        this.held = null;
-      },
+      ...followPointer({
+        hover: (x, y) => told.pointed(this.hit(x, y), x, y),
+        drag: (dx, dy) => this.turn(dx / 180, dy / 180),
+        click: (x, y) => told.chosen(this.hit(x, y)),
+      }),
       onpointerleave: () => told.pointed(-1, 0, 0),
       onkeydown: (/** @type {KeyboardEvent} */ event) => this.key(event),
     });
@@ -86,18 +80,6 @@ export class GridView {
     this.yaw += yaw;
     this.pitch = Math.max(-1.5, Math.min(1.5, this.pitch + pitch));
     this.drawing.later();
-  }
-
-  /** @param {PointerEvent} event */
-  moved(event) {
-    if (!this.held) {
-      this.told.pointed(this.hit(event.offsetX, event.offsetY), event.offsetX, event.offsetY);
-      return;
-    }
-    const [dx, dy] = [event.offsetX - this.held.x, event.offsetY - this.held.y];
-    if (!this.held.moved && Math.hypot(dx, dy) < 4) return;
-    this.held = { x: event.offsetX, y: event.offsetY, moved: true };
-    this.turn(dx / 180, dy / 180);
   }
 
   /** @param {KeyboardEvent} event */

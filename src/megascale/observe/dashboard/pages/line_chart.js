@@ -220,7 +220,10 @@ export class LineChart {
   mark(y, step) {
     if (this.unit === "s" || this.unit === "%" || this.unit === "bytes") return inUnit(y, this.unit).replace(/ /, "\u202f");
     const digits = step > 0 ? Math.ceil(-Math.log10(step) - 1e-9) : 0;
-    return digits > 0 && digits < 5 && Math.abs(y) < 1000 ? y.toFixed(digits) : short(y, 3);
+    if (digits > 0 && digits < 5 && Math.abs(y) < 1000) return y.toFixed(digits);
+    if (digits < 5 || y === 0 || Math.abs(y) >= 1e-3) return short(y, 3);
+    const figures = Math.floor(Math.log10(Math.abs(y)) + 1e-9) - Math.floor(Math.log10(step) + 1e-9);
+    return y.toExponential(Math.min(5, Math.max(0, figures)));
   }
 
   /** @param {CanvasRenderingContext2D} context @param {number} at @param {number} height @param {string} colour

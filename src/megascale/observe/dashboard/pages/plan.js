@@ -43,7 +43,7 @@ export function show(place, page) {
         address.set({ cluster: value });
         void read();
       }),
-      h("span", { class: "quiet" }, `${found.world ? `${found.world} rank${found.world === 1 ? "" : "s"}: ` : ""}tensor ${plan.layout.tensor} × pipeline ${plan.layout.pipeline} × data ${plan.layout.data}, ${plan.layout.microbatches} micro-batches, ZeRO-${plan.layout.zero}, ${plan.precision}`),
+      h("span", { class: "quiet" }, `${found.world ? `${found.world} rank${found.world === 1 ? "" : "s"}: ` : ""}tensor ${plan.layout.tensor} × pipeline ${plan.layout.pipeline} × data ${plan.layout.data}, ${plan.layout.microbatches} micro-batch${plan.layout.microbatches === 1 ? "" : "es"}, ZeRO-${plan.layout.zero}, ${plan.precision}`),
     );
     fill(notes, plan.not_predicted ? h("p", { class: "note" }, `Not predicted: ${plan.not_predicted}`) : null, plan.notes.map((/** @type {string} */ note) => h("p", { class: "note" }, note)));
     fill(body, step(plan, measured), memory(plan, measured), h("section", { class: "panel wide", "aria-label": "schedule" },

@@ -1,6 +1,6 @@
 // Tracks of a step in time: what each rank did, its waits, and the plan under it; zoomed and moved in both directions.
 
-import { Drawing } from "./canvas.js";
+import { Drawing, followPointer } from "./canvas.js";
 import { css } from "./colours.js";
 import { h } from "./dom.js";
 import { duration, ticks } from "./format.js";
@@ -36,8 +36,6 @@ export class TrackView {
     this.at = null;
     /** Waits that follow from the chosen one. @type {Hit[]} */
     this.chain = [];
-    /** @type {{x: number, y: number, moved: boolean} | null} */
-    this.held = null;
     /** @type {Record<string, string>} */
     this.colours = {};
     this.canvas = h("canvas", {
@@ -46,17 +44,12 @@ export class TrackView {
       "aria-roledescription": "timeline",
       "aria-label": "timeline of ranks; left and right move, plus and minus zoom, up and down go from rank to rank, n and p from wait to wait, Enter explains",
       onwheel: (/** @type {WheelEvent} */ event) => this.wheel(event),
-      onpointerdown: (/** @type {PointerEvent} */ event) => {
-        this.canvas.setPointerCapture(event.pointerId);
-        this.held = { x: event.offsetX, y: event.offsetY, moved: false };
-      },
-      onpointermove: (/** @type {PointerEvent} */ event) => this.moved(event),
-      onpointerup: (/** @type {PointerEvent} */ event) => {
-        const click = this.held && !this.held.moved;
-        this.held = null;
-        if (click) this.choose(this.hit(event.offsetX, event.offsetY));
-        else told.moved(this.from, this.to);
-      },
+      ...followPointer({
+        hover: (x, y) => told.pointed(this.hit(x, y), x, y),
+        drag: (dx, dy) => this.drag(dx, dy),
+        click: (x, y) => this.choose(this.hit(x, y)),
+        drop: () => told.moved(this.from, this.to),
+      }),
       onpointerleave: () => told.pointed(null, 0, 0),
       ondblclick: () => this.show(0, this.length),
       onkeydown: (/** @type {KeyboardEvent} */ event) => this.key(event),
@@ -140,15 +133,8 @@ export class TrackView {
     return LABEL + ((at - this.from) / (this.to - this.from)) * (this.drawing.width - LABEL - 8);
   }
 
-  /** @param {PointerEvent} event */
-  moved(event) {
-    if (!this.held) {
-      this.told.pointed(this.hit(event.offsetX, event.offsetY), event.offsetX, event.offsetY);
-      return;
-    }
-    const [dx, dy] = [event.offsetX - this.held.x, event.offsetY - this.held.y];
-    if (!this.held.moved && Math.hypot(dx, dy) < 4) return;
-    this.held = { x: event.offsetX, y: event.offsetY, moved: true };
+  /** @param {number} dx @param {number} dy */
+  drag(dx, dy) {
     const by = (dx / (this.drawing.width - LABEL - 8)) * (this.to - this.from);
     const span = this.to - this.from;
     this.from = Math.max(-0.01 * this.length, Math.min(this.length * 1.01 - span, this.from - by));

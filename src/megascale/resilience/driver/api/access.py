@@ -101,7 +101,6 @@ def create_access(run: Path, *, for_orders: bool, host: str) -> Access:
     """Create access to the driver of a run folder.
 
     Args:
-        run: the run folder.
         for_orders: the access allows orders too.
         host: name or address by which other machines reach the driver, "": the address where it listens.
 

@@ -5,6 +5,7 @@ The client sends the token to the run's driver only.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import ssl
@@ -22,6 +23,7 @@ from megascale.resilience.driver.state.journal_reader import JOURNAL_FILE, Journ
 from megascale.resilience.protocol.contact import read_contact
 from megascale.services.shared_token import secrets_equal
 
+_END_PHASES = ("done", "failed", "interrupted")
 _LISTENING = "0A"  # the state of a listening socket in /proc/net/tcp
 TIMEOUT_SECONDS = 10.0  # for the answer to a request
 _VIEW_TIMEOUT_SECONDS = 5.0  # for the answer to a page of the dashboard, which otherwise shows the journal
@@ -45,7 +47,6 @@ def send_request(
 
     Args:
         run: the run folder, or on another machine the file that `megascale access` wrote.
-        method: HTTP method.
         path: path of the API, such as /v1/job.
         body: sent as JSON.
         seconds: time in which the driver must answer.
@@ -74,9 +75,21 @@ def send_request(
             reason = f"HTTP {error.code}"
         raise ConfigError(f"the driver of {run} refused: {reason}") from None
     except (OSError, ValueError) as error:
-        raise TrainingError(
-            f"the driver of {run} does not answer at {url} ({error}); start it again with `megascale launch`"
-        ) from None
+        raise TrainingError(_describe_silence(run, url, error)) from None
+
+
+def _describe_silence(run: Path, url: str, error: Exception) -> str:
+    """Return a sentence on a driver that does not answer, with the remedy."""
+    reason = getattr(error, "reason", error)
+    silence = f"the driver of {run} does not answer at {url} ({getattr(reason, 'strerror', None) or reason})"
+    if run.is_file():
+        return f"{silence}; check that the job is running, and that this machine reaches the address"
+    with contextlib.suppress(DataError):
+        job = describe_job(run)
+        if job is not None and job["phase"] in _END_PHASES and not job["driver"]:
+            ending = f"the job of {run} has ended: it is {job['phase']}"
+            return f"{ending}; `megascale events {run}` says why, and `megascale launch` starts it again"
+    return f"{silence}; start it again with `megascale launch`"
 
 
 def _locate(run: Path, method: str) -> tuple[str, str, ssl.SSLContext | None]:

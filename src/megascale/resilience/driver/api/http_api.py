@@ -365,9 +365,7 @@ async def serve(driver: Driver, host: str, port: int, job_metrics: metrics.JobMe
     """Start serving; return (base URL, function whose coroutine ends serving).
 
     Args:
-        driver: the driver of the job.
         host, port: address to listen at, over TLS if `host` is not loopback or a certificate is configured.
-        job_metrics: the metrics of the job.
 
     Raises:
         OSError: the address cannot be used.

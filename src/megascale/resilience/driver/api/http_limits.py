@@ -50,8 +50,6 @@ class Guard:
     GET and HEAD accept either token; other methods need the token for orders. The application gets a body as a whole.
 
     Args:
-        app: the application.
-        tokens: tokens of the run.
         hosts: accepted names of this server. Addresses are always accepted, since a page of another site cannot make a
             browser send them as the host.
     """

@@ -81,9 +81,6 @@ class Scrapes:
 class JobMetrics:
     """The metrics of a job.
 
-    Args:
-        driver: the job's driver.
-
     Attributes:
         labels: labels of every series.
         scrapes: the times at which the metrics were read.

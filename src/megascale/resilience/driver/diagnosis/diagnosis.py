@@ -41,11 +41,8 @@ class Diagnosis:
     """Applies the rules and hands their verdicts to the response.
 
     Attributes:
-        job: the judged job.
         observations: provides the view that the rules judge.
         rank_investigation: asks the agents about ranks that do not progress.
-        slow_machines: searches spans for slow machines.
-        response: acts on the verdicts.
         tasks: runs lengthy work.
         record_event: writes an event into the audit log.
     """
@@ -137,7 +134,6 @@ def refine_hang(verdict: Verdict, view: View, scene: Scene, layout: Layout | Non
     """Return a verdict of kind HANG with the ranks that began the hang, their nodes, and the evidence.
 
     Args:
-        verdict: verdict of the rules.
         view: the view that the rules judged.
         scene: the reports of the agents about their ranks.
         layout: the layout of the ranks, None if unknown.

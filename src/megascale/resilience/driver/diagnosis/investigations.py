@@ -44,8 +44,6 @@ class RankInvestigation:
     """Asks the agents about ranks that do not progress, and assembles the answers as a `Scene` (observe/hang/scene.py).
 
     Attributes:
-        job: the job of the ranks.
-        nodes: the nodes on which the ranks run.
         settings: the settings in force, which determine the layout of the ranks.
     """
 
@@ -132,11 +130,6 @@ class SlowMachineSearch:
 
     Spans have every step of every rank; heartbeats carry only a rank's last step once per second. Agents send the spans
     of nodes that do not see the run folder. Without recorded spans the rules have only the heartbeats.
-
-    Attributes:
-        run: the run folder with the spans.
-        job: the job that recorded the spans.
-        tasks: runs the search in the background.
     """
 
     run: Path

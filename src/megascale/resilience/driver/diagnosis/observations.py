@@ -63,11 +63,9 @@ class Observations:
     """Collects the observations that the rules judge.
 
     Attributes:
-        job: the observed job.
         nodes: all nodes.
         attempts: has the start time of the present attempt.
         response: has earlier incidents and verdicts.
-        settings: the settings in force.
         record_event: writes an event into the audit log.
         list_slow_findings: returns the slow machines that the spans show.
     """

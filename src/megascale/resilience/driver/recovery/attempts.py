@@ -257,7 +257,7 @@ def _find_fault_time(verdict: Verdict, nodes: Sequence[Node], current_time: floa
     return current_time
 
 
-def _choose_first_order() -> int:
+def choose_first_order() -> int:
     """Return the number of a driver's first order, far from the numbers of other drivers' orders.
 
     An acknowledgement of an earlier driver's order must not count. Numbers from the clock could repeat if the clock is
@@ -271,9 +271,6 @@ class Attempts:
     """Starts and stops the trainers.
 
     Attributes:
-        job: the job of the trainers.
-        nodes: the nodes on which the trainers run.
-        settings: the settings in force.
         record_event: writes an event into the audit log.
         overrides: further settings of the trainers' command line.
         files: the trainers' environment and the configured order of the nodes.
@@ -290,7 +287,7 @@ class Attempts:
     overrides: Sequence[str] = ()
     files: JobFiles = field(default_factory=JobFiles)
     started: float = field(default_factory=time.monotonic)
-    last_order: int = field(default_factory=_choose_first_order)
+    last_order: int = field(default_factory=choose_first_order)
     hastened_order: int = 0
     timeline: RecoveryTimeline = field(default_factory=RecoveryTimeline)
 
@@ -397,6 +394,26 @@ class Attempts:
         """Order a node to start processes that wait for the attempt of the state `following`, in which they join."""
         self._send_start(node, following, prepares=True)
 
+    def prepare_groups(self, following: JobState, number: int) -> None:
+        """Order all nodes of the state `following` to make its groups while the present attempt trains."""
+        for name in following.placement:
+            self.nodes.order(
+                self.nodes[name],
+                do="prepare_groups",
+                attempt=following.attempt,
+                number=number,
+                ranks=list(following.ranks(name)),
+                world=following.world,
+                data=following.data,
+                master=list(following.master),
+            )
+
+    def drop_groups(self, names: Iterable[str], number: int) -> None:
+        """Order nodes to drop the groups that they have prepared."""
+        for name in names:
+            if name in self.nodes:
+                self.nodes.order(self.nodes[name], do="prepare_groups", attempt=self.job.state.attempt, number=number)
+
     def _send_start(self, node: Node, state: JobState, *, prepares: bool) -> None:
         """Order a node to start its ranks of the attempt in `state`, or only to prepare their processes."""
         ranks = state.ranks(node.name)
@@ -404,7 +421,8 @@ class Attempts:
         # The configuration is for all nodes. With fewer replicas than that, the trainers need the smaller size.
         if state.data * self.model_ranks != self.settings.limits.nodes * state.ranks_per_node:
             overrides.append(f"--parallel.data={state.data}")
-        self.nodes.leases.holders.add(node.name)
+        if not prepares:  # processes that wait for an attempt cannot train without a further order
+            self.nodes.leases.holders.add(node.name)
         self.nodes.order(
             node,
             do="start",

@@ -45,13 +45,10 @@ class Placement:
     """Gives every rank a node, and starts the trainers once all nodes have stopped.
 
     Attributes:
-        job: the job of the ranks.
         nodes: all nodes.
-        attempts: starts the trainers.
         recovery: takes out nodes that do not stop.
         self_checks: runs the self-checks that may follow a stop.
         missing_replicas: decides whether the job goes on without the replicas of lost nodes.
-        settings: the settings in force.
         record_event: writes an event into the audit log.
         configured_names: names of the nodes in rank order by resilience.placement; empty: nodes are ordered by name.
     """

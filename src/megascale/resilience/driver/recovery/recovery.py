@@ -31,7 +31,6 @@ class Recovery:
         job: the job whose nodes are recovered.
         nodes: all nodes.
         attempts: stops and starts the trainers.
-        settings: the settings in force.
         record_event: writes an event into the audit log.
         uses: recovery actions so far, including those of earlier drivers.
         reasons: why each node was blamed last, by its name.
@@ -151,9 +150,7 @@ class SelfChecks:
     Attributes:
         job: the job whose nodes are tested. Only spares are tested while it trains.
         nodes: all nodes.
-        attempts: numbers the orders to all nodes.
         recovery: takes out the nodes that fail.
-        settings: the settings in force.
         record_event: writes an event into the audit log.
     """
 

@@ -45,11 +45,9 @@ class Response:
 
     Attributes:
         run: the run folder, whose samples are looked up.
-        job: the job.
         nodes: all nodes.
         attempts: stops the trainers.
         recovery: chooses the recovery action of each node to blame.
-        settings: the settings in force.
         tasks: runs lengthy work.
         record_event: writes an event into the audit log.
         incidents: verdicts that named a node, over all attempts, oldest first.

@@ -35,8 +35,6 @@ class AuditLog:
     """Writes the driver's events.
 
     Args:
-        run: the run folder.
-        journal: the driver's journal.
         log_line: called with each line for the terminal: (source, text).
     """
 
@@ -111,7 +109,6 @@ class LostEvents:
     """The events that a journal has lost, and what all events of events.jsonl say about the job.
 
     Attributes:
-        count: number of lost events.
         attempt: the newest attempt of any event.
         is_paused: a person has paused the job and not resumed it.
         evicted: names of the nodes whose eviction was restored.

@@ -36,7 +36,6 @@ class Job:
         on_phase: called after each change of the phase.
 
     Attributes:
-        state: the present state.
         phase_entered: when the job entered its phase, on the monotonic clock.
     """
 
@@ -57,7 +56,6 @@ class Job:
 
     @property
     def phase(self) -> Phase:
-        """The phase of the job."""
         return self.state.phase
 
     @property

@@ -298,7 +298,6 @@ class Journal:
             self._flush.request()
 
     def save_node(self, name: str, record: NodeRecord) -> None:
-        """Store the record of a node."""
         is_written = False
         with self._tolerating_full_disk():
             with self._write() as db:
@@ -500,8 +499,6 @@ def _wait_for_holder_end(row: tuple[int, int, str, int, int], db: sqlite3.Connec
     """Wait up to `lease` seconds; return True if the holder has ended, given the lease back or not renewed it.
 
     Args:
-        row: the row of the lease.
-        db: the journal.
         lease: seconds after which a lease that is not renewed is free.
     """
     _, _, host, pid, birth = row

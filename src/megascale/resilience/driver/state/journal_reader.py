@@ -62,7 +62,6 @@ class Entry:
         time: seconds since 1970 on the driver's clock.
         kind: name of the event (core/events.py).
         action: what the driver does about it, or "".
-        nodes, ranks: nodes and ranks that it concerns.
         evidence: sentences for people.
         details: further values by name.
     """
@@ -133,7 +132,6 @@ def read_job(db: sqlite3.Connection) -> JobState | None:
 
 
 def write_node(db: sqlite3.Connection, name: str, record: NodeRecord) -> None:
-    """Write the record of one node."""
     columns = (name, record.address, record.state.value, record.reason, float(record.changed_at))
     facts = {**record.facts, "cordoned": record.cordoned}
     db.execute(
@@ -267,7 +265,6 @@ class JournalReader:
         return max(times)
 
     def close(self) -> None:
-        """Close the file."""
         self._db.close()
 
 

@@ -39,15 +39,11 @@ class Announcement:
     """Announces the addresses of this driver to agents and commands.
 
     Attributes:
-        run: the run folder.
-        job: the driver's job.
         journal: holds the driver's epoch.
-        cluster: passes the announcement to the agents.
         limits: the configuration section [resilience], which the agents receive.
         token: the job's secret.
         record_event: writes an event into the audit log.
         address: (host, port) at which agents connect.
-        api_url: base URL of the API.
     """
 
     run: Path
@@ -92,7 +88,6 @@ class Admission:
         nodes: all nodes.
         adoption: takes over trainers that the journal does not know.
         announcement: raises the epoch if an agent knows a newer driver.
-        tasks: wakes the loop.
         record_event: writes an event into the audit log.
         device: train.device, which determines the hardware that a node needs.
         offer_fields: the constant fields of `JobOffer`.
@@ -217,7 +212,6 @@ def find_incompatibility(
     """Return why a node cannot hold ranks of the job, "" if it can. Missing facts do not count against it.
 
     Args:
-        node: name of the node.
         hardware: of the node's machine.
         package_versions: on the node's machine.
         driver_versions: on the driver's machine.

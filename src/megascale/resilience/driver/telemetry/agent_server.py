@@ -84,7 +84,6 @@ class AgentServer:
         return name[0], name[1]
 
     async def close(self) -> None:
-        """Close all connections."""
         if self._server is not None:
             self._server.close()
         for task in self._tasks:
@@ -194,7 +193,6 @@ class AgentTelemetry:
     """Receives the messages of admitted agents.
 
     Attributes:
-        job: the job of the agents.
         nodes: all nodes.
         attempts: numbers the stop orders.
         observations: learns from heartbeats and metrics.
@@ -204,7 +202,6 @@ class AgentTelemetry:
         lost_nodes: judges closed connections.
         rank_investigation: takes the answers about ranks that do not move.
         received_files: stores the files of trainers that do not see the run folder.
-        tasks: wakes the loop.
         log_line: called with each line for the terminal: (source, text).
     """
 

@@ -45,7 +45,6 @@ class Adoption:
     connected, or a deadline has passed. Then the highest attempt that an agent holds is the job's.
 
     Attributes:
-        job: the job as the journal has it.
         nodes: all nodes.
         attempts: stops and starts the trainers.
         response: acts on nodes that returned without their trainers.
@@ -185,7 +184,6 @@ class LostNodes:
     """Finds lost nodes: silent nodes without ranks, nodes whose agent has ended, and nodes that the cluster removed.
 
     Attributes:
-        job: the job of the nodes.
         nodes: all nodes.
         recovery: recovers nodes without running ranks.
         response: acts on the loss of nodes with running ranks.
@@ -285,7 +283,6 @@ class ClusterNotices:
     """Handles the cluster's own reports: nodes that it ends or drains, and a job that it gives to another driver.
 
     Attributes:
-        job: the driver's job.
         nodes: all nodes.
         attempts: stops the trainers.
         response: acts on the cluster's verdicts.

@@ -60,7 +60,6 @@ class ReceivedFiles:
     """Writes received pieces of files into the run folder.
 
     Args:
-        run: the run folder.
         read_settings: returns the configuration in force as TOML, which the run folder stores.
 
     Attributes:
@@ -253,7 +252,6 @@ class _StepFile:
         self._offset: int | None = None
 
     def write(self, path: Path, piece: FileData) -> None:
-        """Write a piece."""
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
             size = _find_end_of_lines(file)
             if piece.first and not piece.start and piece.data:
@@ -344,9 +342,6 @@ class FaultForwarding:
     of an attempt at the next start.
 
     Attributes:
-        run: the run folder.
-        job: the job whose trainers take the faults.
-        nodes: the nodes with the trainers.
         taken_faults: names of the files whose fault a trainer has taken, including files that no longer exist.
     """
 
