@@ -25,6 +25,10 @@ from tests.forked import BENCHMARKS, CHAOS, COMMAND, Forked, share_server, use_s
 gc.disable()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# Ranks that tests fork free and allocate the same small tensors in each step. By default glibc returns the memory to
+# the kernel in between, and the kernel clears each page again.
+os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(1 << 30))
+os.environ.setdefault("MALLOC_TOP_PAD_", str(1 << 24))
 # The processes that tests start compile the package once, not each for itself, and pytest keeps the tests as it has
 # rewritten them, which takes a run of all 5 s.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -41,12 +45,19 @@ if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
 typer.testing._get_command = functools.cache(typer.testing._get_command)  # type: ignore[attr-defined]
 
 # How long an example or its making takes says how busy the machine is.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Tests that state no number of random examples draw this many. More of them are a campaign (dev/soak.md).
+EXAMPLES = int(os.environ.get("MEGASCALE_TEST_EXAMPLES", "50"))
+settings.register_profile(
+    "any machine", max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Workers of pytest-xdist have one fork server: its start takes as much as a hundred commands."""
+    # Extensions look at their end for objects that were never freed. pytest collects garbage five times before, and
+    # cleanups run in reverse order.
+    config.add_cleanup(gc.unfreeze)
     if hasattr(config, "workerinput"):
         use_shared_server()
     elif (getattr(config.option, "numprocesses", None) or 0) > 1 and not config.option.collectonly:
@@ -70,20 +81,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    """What all tests have loaded is no garbage: each look through its million objects takes a tenth of a second.
+    """Leave the objects of imports and collection out of later collections, each of which would take 0.1 s.
 
-    A training in this process freezes what its start made and unfreezes all at its end; here that stays frozen.
+    A training in this process freezes what its start made and unfreezes all objects at its end. Here they stay frozen.
     """
     from megascale.train import host_pauses
 
-    gc.collect()
     gc.freeze()
     gc.enable()
+    gc.set_threshold(5_000)  # Python's 700 young objects are a few results of a test
     host_pauses.gc = SimpleNamespace(**vars(gc) | {"unfreeze": lambda: None})  # type: ignore[attr-defined]
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # extensions look at their end for what was never freed
 
 
 TINY = """

@@ -207,10 +207,10 @@ def popen(
 
 
 def start_pod(command: list[str], env: Mapping[str, str], log: Path) -> Forked:
-    """Fork the command of a pod in a session of its own; its output goes to `log`."""
+    """Fork the command of a pod in a session of its own; its output goes to `log`. Its trainers rest between steps."""
     module, arguments = _module_and_words(command)
     assert (module, arguments) == (POD, [])
-    return Forked(arguments, env=env, before="import os; os.setsid()", output=log, module=POD)
+    return Forked(arguments, env=env, before=f"import os; os.setsid()\n{PACED}", output=log, module=POD)
 
 
 def _command(module: str, arguments: list[str], env: dict[str, str], cwd: str, before: str, files: list[str]) -> None:

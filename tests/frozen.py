@@ -12,6 +12,7 @@ from megascale.train import host_pauses
 gc.collect()
 gc.freeze()
 gc.enable()
+gc.set_threshold(5_000)
 # A training unfreezes all objects at its end. The next collection would copy the pages of everything that is loaded,
 # which takes half a second. `tests/train/test_garbage.py` tests freezing itself.
 host_pauses.gc = SimpleNamespace(  # type: ignore[assignment]

@@ -10,7 +10,7 @@ from megascale import checkpoint
 from megascale.cli.main import is_run_for_effect
 from tests.conftest import lines
 from tests.exact.processes import wait_for_step
-from tests.forked import Forked
+from tests.forked import PACED, Forked
 
 PIPE = "import os; reader, writer = os.pipe(); [os.dup2(writer, n) for n in (1, 2)]; os.close(reader); os.close(writer)"
 FULL = "import os; full = os.open('/dev/full', os.O_WRONLY); [os.dup2(full, n) for n in (1, 2)]"
@@ -45,7 +45,8 @@ def test_a_lost_stdout_is_said_on_stderr(tiny):
 
 @pytest.mark.parametrize("arguments", [[], ["--parallel.data=2"]], ids=["one process", "two ranks"])
 def test_a_closed_session_saves(tiny, tmp_path, arguments):
-    process = Forked(["train", tiny, "--train.steps=100000", "--checkpoint.interval=0"] + list(arguments), before=PIPE)
+    command = ["train", tiny, "--train.steps=100000", "--checkpoint.interval=0"] + list(arguments)
+    process = Forked(command, before=f"{PIPE}\n{PACED}")
     run = tmp_path / "runs" / "tiny"
     wait_for_step(run, 2, process)
     for _ in range(2):  # a shell and the kernel each send one
@@ -56,12 +57,12 @@ def test_a_closed_session_saves(tiny, tmp_path, arguments):
 
 
 def test_under_nohup_a_closed_session_changes_nothing(tiny, tmp_path):
-    ignored = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
-    process = Forked(["train", tiny, "--train.steps=200", "--checkpoint.interval=0"], before=ignored)
+    ignored = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{PACED}"
+    process = Forked(["train", tiny, "--train.steps=40", "--checkpoint.interval=0"], before=ignored)
     wait_for_step(tmp_path / "runs" / "tiny", 2, process)
     process.send_signal(signal.SIGHUP)
     assert process.wait(timeout=120) == 0
-    assert checkpoint.latest(tmp_path / "runs" / "tiny" / "checkpoints") == 200
+    assert checkpoint.latest(tmp_path / "runs" / "tiny" / "checkpoints") == 40
 
 
 @pytest.mark.parametrize(("before", "code", "arguments"), [(STDOUT_FULL, 1, 1), (PIPE, 1, 0), (ABSENT, 0, 0)])

@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 PROCESSES = 8
-SMALL = {
+SMALL: dict[str, Any] = {
     "model": {
         "layers": 4,
         "hidden": 16,
@@ -58,10 +58,17 @@ def case(
     train: dict[str, Any] | None = None,
     overlap: dict[str, Any] | None = None,
 ) -> Case:
-    """`microbatches` is what a data-parallel rank runs in a step."""
+    """Return a case whose data-parallel ranks run `microbatches` in a step.
+
+    Without `layers` a model has one layer per chunk, and at least two. A split or a pattern of layers keeps the four of
+    SMALL.
+    """
+    layers = SMALL["model"]["layers"]
+    if "layer_split" not in (parallel or {}) and "layer_pattern" not in (model or {}):
+        layers = max(2, pipeline * virtual)
     tree = {
         **SMALL,
-        "model": {**SMALL["model"], **(model or {})},
+        "model": {**SMALL["model"], "layers": layers, **(model or {})},
         "optimizer": {**SMALL["optimizer"], **(optimizer or {})},
         "train": {**SMALL["train"], **(train or {})},
         "overlap": overlap or {},

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.forked import Forked
+from tests.forked import PACED, Forked
 
 ENVIRONMENT = {"COLUMNS": "200"}
 LIMIT = 200.0  # seconds for what takes some; the machine may be busy
@@ -80,11 +80,14 @@ def run_ranks(file: Path, common: list[str], starts: list[Start]) -> list[Ended]
 
 @contextmanager
 def launched(file: Path, *arguments: str) -> Iterator[tuple[Forked, dict[int, psutil.Process]]]:
-    """`megascale train FILE`, and the ranks that it started, once the first step is in the metrics."""
+    """Start `megascale train FILE`; yield it and its ranks once the first step is in the metrics.
+
+    Ranks rest between steps.
+    """
     from megascale.config import load
     from megascale.core.status import read_status
 
-    launcher = Forked(["train", file] + list(arguments), env=ENVIRONMENT)
+    launcher = Forked(["train", file] + list(arguments), env=ENVIRONMENT, before=PACED)
     children: list[psutil.Process] = []
     try:
         wait_for_step(load(file, arguments).run_folder, 1, launcher)

@@ -18,7 +18,7 @@ from tests.exact.training import FEW_STEPS, STEPS, late_gemms, train
 pytestmark = pytest.mark.xdist_group("processes")
 
 # A sample: `python -m tests.chaos soak --parts layouts` trains a hundred. More of them, or others, by these variables.
-EXAMPLES = int(os.environ.get("MEGASCALE_EXACT_EXAMPLES", "12"))
+EXAMPLES = int(os.environ.get("MEGASCALE_EXACT_EXAMPLES", "8"))
 SEED = int(os.environ.get("MEGASCALE_EXACT_SEED", "0"))
 PARTS = 4
 

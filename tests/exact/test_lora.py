@@ -209,7 +209,7 @@ def test_the_model_has_no_gradients_and_no_state() -> None:
         ({"kernels": {"graphs": "on"}}, "does not capture train.lora"),
         (
             {
-                "parallel": {"pipeline": 2, "layer_split": [0.5, 3.5]},
+                "parallel": {"pipeline": 2, "layer_split": [0.5, 1.5]},
                 "train": {"lora": QUERY_VALUE_OUT | {"targets": ["mlp.in"]}},
             },
             "nothing in it would be trained",

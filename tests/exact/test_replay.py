@@ -16,6 +16,7 @@ from tests.exact.cases import HARD, TWO_LAYERS, Case, case
 from tests.exact.test_experts import BALANCED, experts_case
 
 STEP = 2  # the first step that is checked with an interval of 2
+CHECKED_STEPS = 3  # the second check follows an update that the first one checked
 BFLOAT16 = {"precision": "bfloat16"}
 DROPOUT = {**TWO_LAYERS, "dropout": 0.1}
 HEALTHY = {
@@ -76,10 +77,10 @@ def run(
 @pytest.mark.parametrize("name", HEALTHY)
 def test_replays_agree_and_leave_the_training_as_it_is(name, pool):
     layout = HEALTHY[name]
-    checked = run(layout, pool, steps=3, interval=1, update_range=TILE)
+    checked = run(layout, pool, steps=CHECKED_STEPS, interval=1, update_range=TILE)
     assert not checked.verdicts
-    assert checked.confirmed_step == 3
-    assert checked.state == run(layout, pool, steps=3, interval=0).state
+    assert checked.confirmed_step == CHECKED_STEPS
+    assert checked.state == run(layout, pool, steps=CHECKED_STEPS, interval=0).state
 
 
 DOCUMENTS = SampleFields(loss_weights=True, positions=True, max_documents=4)
@@ -95,10 +96,10 @@ WITH_FIELDS = {
 def test_documents_and_loss_weights_go_to_the_other_replica(name, pool):
     """Each third sample has no weight at all: its replay has only zeros as gradients."""
     layout = WITH_FIELDS[name]
-    checked = run(layout, pool, steps=3, interval=1, fields=DOCUMENTS)
+    checked = run(layout, pool, fields=DOCUMENTS)
     assert not checked.verdicts
-    assert checked.confirmed_step == 3
-    assert checked.state == run(layout, pool, steps=3, interval=0, fields=DOCUMENTS).state
+    assert checked.confirmed_step == STEP
+    assert checked.state == run(layout, pool, interval=0, fields=DOCUMENTS).state
     flip = BitFlip("gemm", 3, STEP, is_persistent=False, position=2, bit=40)
     (verdict,) = run(layout, pool, flip, fields=DOCUMENTS).verdicts
     assert verdict.ranks == (3,)

@@ -19,7 +19,7 @@ from megascale.simulate.event import simulate_step
 from tests.exact import test_checkpoints as checkpoints
 from tests.exact.cases import Case, case
 from tests.exact.compare import assert_equal
-from tests.exact.training import FEW_STEPS, STEPS, RankReport, make_engine, run_step, train
+from tests.exact.training import FEW_STEPS, RankReport, make_engine, run_step, train
 from tests.extend import schedules  # registers them, in the worker processes too
 from tests.extend.packaged import install
 from tests.simulate.simulator_cases import GPT_13B, calm
@@ -36,6 +36,7 @@ def train_own(rank: int, world: int, tree: dict[str, Any], steps: int) -> RankRe
 def own_case(
     schedule: str, *sizes: int, microbatches: int = 5, zero: int = 1, recompute: str = "none", **model: Any
 ) -> Case:
+    """Return a case with one layer per chunk, and at least two layers."""
     virtual = 1 if schedule.startswith("zb_h1") else 2
     return case(
         *sizes,
@@ -43,7 +44,7 @@ def own_case(
         virtual=virtual,
         zero=zero,
         parallel={"schedule": schedule, "bucket_elements": 900, "recompute": recompute},
-        model={"layers": max(4, virtual * sizes[1]), **model},
+        model=model,
     )
 
 
@@ -159,7 +160,7 @@ def test_a_schedule_resumes_the_run_of_another_with_other_places_of_chunks(saver
     model, folder = from_tree(saver.tree).model, tmp_path / "checkpoints"
     pool.run(save_own, saver.world, saver.tree, folder)
     loaded, report = zip(*pool.run(load_own, loader.world, loader.tree, folder), strict=True)
-    before, full = one_process(saver.twin, STEPS - 1), one_process(saver.twin)
+    before, full = one_process(saver.twin, checkpoints.SAVED_STEP), one_process(saver.twin, checkpoints.SAVED_STEP + 1)
     assert_equal(RankReport(state=before.state), list(loaded), model)
     last = RankReport(full.losses[-1:], full.norms[-1:], full.gradients[-1:], full.state)
     assert_equal(last, list(report), model)

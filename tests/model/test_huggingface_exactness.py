@@ -26,7 +26,7 @@ from megascale.model.transformer import Chunk
 from megascale.parallel.parameters import get_spec, list_piece_views
 from tests.model.huggingface import CONFIGS, NO_TOKENS, SIZES, chunk_of, loop_over_experts, prompt, transformers
 
-DRAWS = int(os.environ.get("MEGASCALE_FAMILY_DRAWS", "5"))  # more of them in a campaign
+DRAWS = int(os.environ.get("MEGASCALE_FAMILY_DRAWS", "3"))  # more of them in a campaign
 LENGTH = 60  # of the sequences, beyond the original and the extended context
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "seed_oss"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from typing import Any
 
 import pytest
 
@@ -60,9 +61,12 @@ _broadcast = _semantic.broadcast_impl_value
 
 
 def _broadcast_unless_equal(self, lhs, rhs):
-    """Triton makes two blocks of one shape anew in that shape before each operation on both."""
-    remaining, right = lhs.type, rhs.type
-    if remaining.is_block() and right.is_block() and list(remaining.shape) == list(right.shape):
+    """Return operands that need no common shape as they are. Triton makes new blocks of them."""
+    left_type, right_type = lhs.type, rhs.type
+    if left_type.is_block() and right_type.is_block():
+        if left_type.shape == right_type.shape:
+            return lhs, rhs
+    elif not left_type.is_block() and not right_type.is_block():
         return lhs, rhs
     return _broadcast(self, lhs, rhs)
 
@@ -87,6 +91,46 @@ def _known_block(self, element_ty, shape):
 
 
 _Block.__init__ = _known_block
+
+_find_numpy_type = interpreter._get_np_dtype
+_numpy_types: dict[str, Any] = {}
+
+
+def _find_known_numpy_type(dtype):
+    """Return the NumPy type of a type. Triton makes its table of all types for every call."""
+    if type(dtype) is _Block:
+        return _find_known_numpy_type(dtype.element_ty)
+    if type(dtype) is not interpreter.tl.core.dtype:
+        return _find_numpy_type(dtype)
+    if dtype.name not in _numpy_types:
+        _numpy_types[dtype.name] = _find_numpy_type(dtype)
+    return _numpy_types[dtype.name]
+
+
+interpreter._get_np_dtype = _find_known_numpy_type
+
+_compare_types = interpreter.tl.core.dtype.__eq__
+interpreter.tl.core.dtype.__eq__ = lambda self, other: self is other or _compare_types(self, other)
+
+_Tensor = interpreter.tl.core.tensor
+_make_tensor = _Tensor.__init__
+_shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+
+def _make_tensor_of_known_shape(self, handle, type):
+    """Share the shape and the number of elements, which are constants of the language, between all results."""
+    shape = type.shape if type.is_block() else ()
+    if shape not in _shapes:
+        _make_tensor(self, handle, type)
+        _shapes[shape] = self.shape, self.numel
+        return
+    self.handle = handle
+    self.type = type
+    self.dtype = type.scalar
+    self.shape, self.numel = _shapes[shape]
+
+
+_Tensor.__init__ = _make_tensor_of_known_shape
 
 
 def _float8_types() -> dict:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -45,9 +44,7 @@ def site(launch, tmp_path: Path) -> Iterator[Callable[..., Site]]:
             store.create("nodes", machine(f"k{i}"))
         server = Server(store)
         (tmp_path / "kubeconfig").write_text(server.kubeconfig())
-        paths = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
         more = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache"), "MEGASCALE_TEST_REST": "0.3"}
-        more["PYTHONPATH"] = os.pathsep.join(paths + [str(Path(__file__).parents[1] / "paced")])
         kubelets = Kubelets(store, tmp_path / "pods", more, spawn=start_pod)
         kubelets.start()
 

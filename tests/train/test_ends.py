@@ -16,7 +16,7 @@ from megascale.errors import ConfigError, DataError
 from megascale.train import loop
 from tests.conftest import lines
 from tests.exact.processes import Start, run_ranks, wait_for_step
-from tests.forked import Forked
+from tests.forked import PACED, Forked
 
 
 def read_end(run: Path, rank: int = 0) -> tuple[str, str, str, str]:
@@ -29,7 +29,7 @@ def read_end(run: Path, rank: int = 0) -> tuple[str, str, str, str]:
 @pytest.mark.parametrize("interval", [0, 3])
 def test_an_interruption_without_a_last_checkpoint_says_which_step_is_kept(tiny, tmp_path, interval):
     arguments = ["--train.steps=100000", "--checkpoint.at_end=false", f"--checkpoint.interval={interval}"]
-    process = Forked(["train", tiny] + arguments)
+    process = Forked(["train", tiny] + arguments, before=PACED)
     run = tmp_path / "runs" / "tiny"
     wait_for_step(run, 5, process)
     process.send_signal(signal.SIGTERM)

@@ -18,7 +18,7 @@ from megascale import checkpoint
 from megascale.api import load_config, train
 from megascale.train.restore import restore_engine
 from tests.conftest import lines
-from tests.forked import DRAW, Forked
+from tests.forked import DRAW, PACED, Forked
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -105,7 +105,7 @@ def test_killed_and_restarted_equals_undisturbed_bit_for_bit(tiny, tmp_path):
 
 def test_an_interruption_saves_and_the_same_command_goes_on(tiny, tmp_path):
     options = ["--train.steps=100000", "--checkpoint.interval=0"]
-    process = Forked(["train", tiny] + options)
+    process = Forked(["train", tiny] + options, before=PACED)
     run = tmp_path / "runs" / "tiny"
     while process.poll() is None and not (
         (run / "metrics.jsonl").exists() and '"step": 5,' in (run / "metrics.jsonl").read_text()
