@@ -16,9 +16,10 @@ import time
 from pathlib import Path
 
 from megascale.checkpoint.background.service_protocol import locate_service, private_folder
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, DataError
+from megascale.resilience.agent.leftover_processes import end_leftover_processes
 from megascale.resilience.process_birth import read_birth_time
-from megascale.resilience.protocol.job_description import JobDescription, write_job
+from megascale.resilience.protocol.job_description import JobDescription, read_job, write_job
 from megascale.services.service_location import ServiceLocation, make_private_folder
 
 PROCESS_FILE = "agent.json"
@@ -93,19 +94,21 @@ def find_agent(folder: Path) -> int:
 
 
 def end_agent(folder: Path) -> bool:
-    """Kill the node's agent, with its fork server and trainers. Return False if it does not end in time."""
+    """Kill the node's agent, with its fork server and trainers. Return False if it does not end in time.
+
+    The processes that ranks of a foreign trainer have started are killed too.
+    """
     deadline = time.monotonic() + _KILL_TIMEOUT
-    while True:
-        pid = find_agent(folder)
-        if not pid:
-            return True
-        try:
+    while pid := find_agent(folder):
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return True
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_SECONDS)
+    with contextlib.suppress(DataError):  # a folder without a job has no ranks
+        job = read_job(folder)
+        end_leftover_processes(Path(job.run), job.name, folder.name)
+    return True
 
 
 def end_checkpoint_services(run: Path, node: str) -> list[int]:
