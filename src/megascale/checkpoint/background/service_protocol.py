@@ -41,7 +41,7 @@ class SnapshotMessage(Message, frozen=True):
         state: saved state besides tensors, as JSON.
         ranks: number of ranks that save.
         size: size of the rank's file in bytes.
-        base_sequence: number of the save from which the run started, or 0.
+        base_generation: generation of the save from which the run started, or an empty text.
     """
 
     rank: Count
@@ -52,7 +52,7 @@ class SnapshotMessage(Message, frozen=True):
     state: State
     ranks: Count
     size: Count
-    base_sequence: Count
+    base_generation: Name
 
 
 # Requests of a trainer --------------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ class StagingSlot:
     """Shared memory for one snapshot on the trainer's side, with the queue of the thread that copies into it.
 
     Args:
-        descriptor: file descriptor of the memory.
+        descriptor: file descriptor of the memory. The caller closes it.
         index: index of this process's file.
         chunks: chunks of the file in live memory, in the order of `index`.
         device: device of the live memory.
@@ -210,7 +210,6 @@ class StagingSlot:
     ) -> None:
         self.inode = identify_memory(descriptor)
         self.map = mmap.mmap(descriptor, 0, mmap.MAP_SHARED)  # all of the memory
-        os.close(descriptor)
         self._is_mapped = False  # whether all pages are populated in this process
         self._device = device
         self._is_page_locked = False
