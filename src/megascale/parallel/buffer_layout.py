@@ -173,14 +173,16 @@ def find_unit_ranges(layout: FlatLayout) -> dict[int, tuple[int, int]]:
     return ranges
 
 
-def place_in_slots(layout: FlatLayout) -> tuple[list[int], dict[int, int]]:
+def compute_slot_starts(layout: FlatLayout) -> tuple[list[int], dict[int, int]]:
     """Return the first element of each unit's bucket in the slot of its unit, and the elements of each unit's slot.
 
     Buckets of a unit lie next to each other. The parts of a divided table use memory for TABLE_PARTS of them in turn.
     """
     starts = []
     sizes: dict[int, int] = {}
-    table_start = part_size = part_index = 0
+    table_start = 0  # of the present divided table, in the slot
+    part_size = 0
+    part_index = 0
     for span, unit in zip(layout.buckets, layout.units, strict=True):
         if unit is None:
             continue
@@ -191,7 +193,9 @@ def place_in_slots(layout: FlatLayout) -> tuple[list[int], dict[int, int]]:
             sizes[unit] = slot_size + size
             continue
         if span.rows[0] == 0:
-            table_start, part_size, part_index = slot_size, size, 0  # no later part is larger
+            table_start = slot_size
+            part_size = size  # no later part is larger
+            part_index = 0
             sizes[unit] = slot_size + TABLE_PARTS * size
         starts.append(table_start + part_index % TABLE_PARTS * part_size)
         part_index += 1

@@ -303,7 +303,7 @@ class DataParallel:
         buffer = self.buffers[-1]
         index = [param is weight for param in buffer.parameters].index(True)
         bucket = self.gradient_slots.buckets[-1][buffer.bucket_by_param[index]]
-        unit_members = set()
+        unit_members: set[int] = set()
         for candidate in self.gradient_slots.buckets[-1]:
             if candidate.unit == bucket.unit:
                 unit_members.update(buffer.layout.buckets[candidate.index].members)

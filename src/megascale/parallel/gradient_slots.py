@@ -31,7 +31,7 @@ import torch
 
 from megascale import torch_private
 from megascale.core.schedule import ActionKind
-from megascale.parallel.buffer_layout import FlatLayout, find_gaps, place_in_slots
+from megascale.parallel.buffer_layout import FlatLayout, compute_slot_starts, find_gaps
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.collectives import Axis, Pending
 from megascale.parallel.runtime import Runtime
@@ -382,7 +382,7 @@ def size_slots(layouts: Sequence[FlatLayout], unit_counts: Sequence[int]) -> tup
     largest_size = 0
     block_size = 0
     for layout, count in zip(layouts, unit_counts, strict=True):
-        _, slot_sizes = place_in_slots(layout)
+        _, slot_sizes = compute_slot_starts(layout)
         for unit, size in slot_sizes.items():
             largest_size = max(largest_size, size)
             is_block = 0 < unit < count - 1
@@ -394,7 +394,7 @@ def size_slots(layouts: Sequence[FlatLayout], unit_counts: Sequence[int]) -> tup
 def find_slot_starts(layout: FlatLayout, unit_count: int, block_size: int) -> list[int]:
     """Return the first element in the slots' memory of each bucket that belongs to a unit."""
     units = [unit for unit in layout.units if unit is not None]
-    starts, _ = place_in_slots(layout)
+    starts, _ = compute_slot_starts(layout)
     for bucket, unit in enumerate(units):
         is_block = 0 < unit < unit_count - 1
         if is_block:

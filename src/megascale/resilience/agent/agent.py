@@ -246,10 +246,10 @@ class Agent:
         """Start the ranks of an attempt. Return the reason and errno of a failure, or an empty text and 0."""
         if order.attempt <= self.trainers.attempt:
             return "", 0  # the order was sent twice
-        if self.end_requested.is_set():
-            return "this node's agent is ending", 0
         if not self.trainers.list_running():
             await self._end_leftover_processes()
+        if self.end_requested.is_set():
+            return "this node's agent is ending", 0
         reason = self.lease.get_expiry_reason()
         if reason:
             return f"no ranks may run on this node: {reason}", 0

@@ -69,6 +69,6 @@ def _find_processes(run: Path, job: str, node: str) -> Iterator[tuple[int, int]]
         if not birth or pid == os.getpid():
             continue
         with contextlib.suppress(OSError):  # the process has ended
-            has_same_user = process.stat().st_uid == os.geteuid()
-            if has_same_user and markers <= set((process / "environ").read_bytes().split(b"\0")):
+            is_permitted = process.stat().st_uid == os.geteuid()
+            if is_permitted and markers <= set((process / "environ").read_bytes().split(b"\0")):
                 yield pid, birth
