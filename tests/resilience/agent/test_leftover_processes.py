@@ -1,8 +1,9 @@
-"""Processes that ranks of a foreign trainer have started end with their agent, their node or their lease."""
+"""Processes that ranks of a foreign trainer have started may save, and end with their agent, node or lease."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import select
 import signal
@@ -62,8 +63,8 @@ def wait_for_end(pid: int) -> None:
         os.close(descriptor)
 
 
-def make_start(attempt: int) -> Start:
-    return Start(1, attempt, JOB, (0,), 1, ("127.0.0.1", 1), SETTINGS)
+def make_start(attempt: int, settings: str = SETTINGS) -> Start:
+    return Start(1, attempt, JOB, (0,), 1, ("127.0.0.1", 1), settings)
 
 
 def test_only_processes_of_the_job_the_node_and_the_run_end(start_process, tmp_path):
@@ -96,11 +97,11 @@ def read_writers(run: Path) -> list[int]:
     return [int(line.split()[1]) for line in log.read_text().splitlines() if line.startswith("writer")]
 
 
-async def start_rank(folder: Path, run: Path) -> tuple[Trainers, int]:
+async def start_rank(folder: Path, run: Path, settings: str = SETTINGS) -> tuple[Trainers, int]:
     """Start a rank of a foreign trainer, and return the process id of the process that it starts."""
     local = Trainers(run, folder, lambda: None, limits=ResilienceConfig(preload=False))
     local.start_server()
-    local.start(make_start(1), "127.0.0.1", TOKEN)
+    local.start(make_start(1, settings), "127.0.0.1", TOKEN)
     await wait_until(lambda: read_writers(run))
     return local, read_writers(run)[0]
 
@@ -117,6 +118,39 @@ def test_processes_end_with_the_ranks_that_the_agent_ends(tmp_path):
             return pid
 
         wait_for_end(asyncio.run(run(name, end)))
+
+
+def test_the_trainer_of_a_wrapper_script_has_the_grace_period_to_save(tmp_path):
+    """SIGTERM ends the shell at once. Its trainer saves until the test lets it end."""
+    folder, run = tmp_path / NODE, tmp_path / "runs" / JOB
+    folder.mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    trainer = tmp_path / "trainer.sh"
+    trainer.write_text(
+        f"trap 'read line < {tmp_path}/pipe; echo saved > {tmp_path}/saved; exit 0' TERM\n"
+        "echo writer $$\nwhile :; do sleep 0.02; done\n"
+    )
+    command = json.dumps(["sh", "-c", f"sh {trainer} & wait"])
+    settings = f"[foreign]\ncommand = {command}\npatterns = ['it (?P<step>[0-9]+)']\n"
+
+    async def work() -> None:
+        local, _ = await start_rank(folder, run, settings)
+        await wait_until(lambda: local.trainers[0].pid)
+        leader = local.trainers[0].pid
+        stop = asyncio.create_task(local.stop("save", grace_period=60.0))
+        # Opening the pipe succeeds once the trainer saves.
+        await wait_until(lambda: not Path(f"/proc/{leader}").exists())
+        descriptor = await asyncio.wait_for(asyncio.to_thread(os.open, tmp_path / "pipe", os.O_WRONLY), 30)
+        assert local.list_running()
+        assert not stop.done()
+        os.write(descriptor, b"continue\n")
+        os.close(descriptor)
+        await asyncio.wait_for(stop, 30)
+        assert local.trainers[0].status == signal.SIGTERM
+        local.end_server()
+
+    asyncio.run(work())
+    assert (tmp_path / "saved").read_text() == "saved\n"
 
 
 def test_an_agent_ends_what_the_ranks_of_earlier_attempts_have_started(start_process, tmp_path):
