@@ -278,3 +278,10 @@ def test_copies_along_an_axis_of_one_rank_are_refused(axis):
     with pytest.raises(ConfigError, match=rf"overlap.{axis}=copies.*--overlap.{axis}=auto"):
         config.load(None, [f"overlap.{axis}=copies"])
     config.load(None, [f"overlap.{axis}=auto"])
+
+
+def test_context_ranks_get_more_channels_for_data():
+    assert config.from_tree({}).max_channels("data") == 12
+    assert config.from_tree({"parallel": {"context": 4}}).max_channels("data") == 24
+    assert config.from_tree({"parallel": {"context": 4}, "overlap": {"data_channels": 6}}).max_channels("data") == 6
+    assert config.from_tree({"parallel": {"context": 4}, "overlap": {"data": False}}).max_channels("data") is None

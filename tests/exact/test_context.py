@@ -67,7 +67,22 @@ def on_four_ranks(chosen: Case) -> Case:
     return Case({**chosen.tree, "parallel": {**chosen.tree["parallel"], "data": 1}}, 4)
 
 
+IN_PARTS = {"context_parts": True}
+
 CASES = {
+    "heads in parts, window, ZeRO-2": context_case(2, model={**ROTARY, "window": 3}, zero=2, overlap=IN_PARTS),
+    "heads in parts, groups, tensor, stages, recompute": context_case(
+        2,
+        2,
+        2,
+        microbatches=3,
+        model={**ROTARY, "hidden": 32, "heads": 16, "kv_heads": 8, "dropout": 0.2},
+        parallel={"recompute": "selective"},
+        overlap=IN_PARTS,
+    ),
+    "heads in parts, recomputed, head norms": context_case(
+        2, model={**ROTARY, "qk_norm": "head", "norm": "rmsnorm"}, parallel={"recompute": "full"}, overlap=IN_PARTS
+    ),
     "keys gathered, windows": context_case(
         4,
         model={**ROTARY, "heads": 3, "hidden": 12, "window": 3, "layer_pattern": "SL", "dropout": 0.1},

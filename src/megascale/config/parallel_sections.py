@@ -168,6 +168,12 @@ SIDE_STREAM_MIN_HIDDEN = 4096
 SIDE_STREAM_MAX_TOKENS = 4096
 
 
+# A step of one sequence of 32,768 tokens on four context ranks takes 1.1% less time with 24 channels than with 12, and
+# 3.4% more with 6 (dev/log.md, 2026-11-27, tenth).
+DATA_CHANNELS = 12
+CONTEXT_DATA_CHANNELS = 24
+
+
 class OverlapConfig(Section):
     """Overlap of communication and compute. An unavailable choice is an error; auto prints its choice."""
 
@@ -180,6 +186,11 @@ class OverlapConfig(Section):
         "collectives",  # until long runs have used copies
         description="exchange between context ranks; copies: by the copy engines over symmetric memory (GPUs of one "
         "host), which CUDA graphs capture; auto: copies where they work",
+    )
+    context_parts: bool = Field(
+        False,  # until it has run on several GPUs
+        description="exchange a context rank's heads in two parts, so that the exchange of one part overlaps with the "
+        "attention of the other (overlap.context=collectives; heads that two does not divide are exchanged at once)",
     )
     expert: Literal["collectives", "copies", "auto"] = Field(
         "collectives",  # until copies have run on several GPUs
@@ -205,6 +216,12 @@ class OverlapConfig(Section):
         "data-parallel group on one host). Llama 8B with 16 layers and ZeRO-2 on four H200 has 0.972 of ZeRO-1's "
         "speed with copies, 0.960 at best with collectives (2026-11-27); micro-batches of 2,048 tokens are slower",
     )
+    embedding: Literal["auto", "rows", "dense"] = Field(
+        "auto",
+        description="reduction of the token embedding's gradient, which no backward hides; rows: data-parallel ranks "
+        "gather the gradients of the rows that a step uses (needs parallel.zero=1, parallel.tensor=1, embeddings that "
+        "are not tied, no CUDA graphs); dense: all rows are reduced; auto: rows if they need at most half of the bytes",
+    )
     gemms: Literal["auto", "on", "off"] = Field(
         "auto",
         description="on: independent GEMMs run on two streams, so that each fills the SMs that the other's last "
@@ -218,17 +235,8 @@ class OverlapConfig(Section):
         description="maximum NCCL channels of a transfer between stages that compute overlaps; each channel occupies "
         "one SM while the transfer runs or waits; 64: NCCL's own choice",
     )
-    data_channels: int = Field(
-        12,
-        ge=1,
-        le=64,
-        description="maximum NCCL channels for gathering parameters and reducing gradients; see pipeline_channels",
+    data_channels: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = Field(
+        "auto",
+        description="maximum NCCL channels for gathering parameters and reducing gradients; see pipeline_channels; "
+        f"auto: {DATA_CHANNELS}, with parallel.context above 1 {CONTEXT_DATA_CHANNELS}",
     )
-
-    def max_channels(self, axis: str) -> int | None:
-        """Return the maximum NCCL channels of the axis "pipeline" or "data"; None (NCCL's choice) without overlap."""
-        if axis == "pipeline":
-            if self.pipeline:
-                return self.pipeline_channels
-            return None
-        return self.data_channels if self.data else None

@@ -13,6 +13,8 @@ from megascale.config.base import Section
 from megascale.config.cluster_sections import KubernetesConfig, SlurmConfig
 from megascale.config.model_section import ModelConfig
 from megascale.config.parallel_sections import (
+    CONTEXT_DATA_CHANNELS,
+    DATA_CHANNELS,
     SIDE_STREAM_MAX_TOKENS,
     SIDE_STREAM_MIN_HIDDEN,
     OverlapConfig,
@@ -51,6 +53,24 @@ class Config(Section):
             return self.overlap.gemms == "on"
         tokens = self.model.sequence_length * self.train.micro_batch
         return self.model.hidden >= SIDE_STREAM_MIN_HIDDEN and tokens <= SIDE_STREAM_MAX_TOKENS
+
+    @property
+    def exchanges_heads_in_parts(self) -> bool:
+        """Whether context ranks exchange heads in parts: overlap.context_parts, which needs collectives."""
+        return self.overlap.context_parts and self.parallel.context > 1
+
+    def max_channels(self, axis: str) -> int | None:
+        """Return the maximum NCCL channels of the axis "pipeline" or "data"; None (NCCL's choice) without overlap."""
+        overlap = self.overlap
+        if axis == "pipeline":
+            return overlap.pipeline_channels if overlap.pipeline else None
+        if not overlap.data:
+            return None
+        if overlap.data_channels != "auto":
+            return overlap.data_channels
+        if self.parallel.context > 1:
+            return CONTEXT_DATA_CHANNELS
+        return DATA_CHANNELS
 
     @property
     def requested_determinism(self) -> bool | None:
@@ -118,6 +138,11 @@ class Config(Section):
                     f"overlap.{axis}=copies exchanges data between the ranks of parallel.{key}, and there is only one; "
                     f"set --parallel.{key}=2 or more, or --overlap.{axis}=auto"
                 )
+        if self.overlap.context_parts and self.overlap.context != "collectives":
+            raise ValueError(
+                f"overlap.context_parts=true with overlap.context={self.overlap.context}: copies exchange all heads at "
+                "once; set --overlap.context=collectives or --overlap.context_parts=false"
+            )
         if self.parallel.replicate > 1 and self.parallel.zero == 0:
             raise ValueError(
                 f"parallel.replicate={self.parallel.replicate} makes copies of sharded state, and parallel.zero=0 "

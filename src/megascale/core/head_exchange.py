@@ -28,6 +28,20 @@ class HeadShare(NamedTuple):
     gathers_keys: bool = False
 
 
+HEAD_PARTS = 2  # in which heads are exchanged with overlap.context_parts
+
+
+def count_head_parts(share: HeadShare, in_parts: bool) -> int:
+    """Return in how many parts a rank's heads are exchanged and attended with.
+
+    Args:
+        in_parts: value of overlap.context_parts. Heads that HEAD_PARTS does not divide are exchanged at once.
+    """
+    if in_parts and not share.gathers_keys and share.copies == 1 and share.kv_heads % HEAD_PARTS == 0:
+        return HEAD_PARTS
+    return 1
+
+
 def share_heads(heads: int, kv_heads: int, ranks: int) -> HeadShare:
     """Return the heads of each of `ranks` context ranks, which divide the heads of a tensor-parallel rank."""
     if heads % ranks:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 
 from megascale.config.parts import ATTENTIONS, AttentionFacts
 from megascale.config.registry import Registry
-from megascale.core.head_exchange import find_first_key, list_gather_kernels, share_heads
+from megascale.core.head_exchange import count_head_parts, find_first_key, list_gather_kernels, share_heads
 from megascale.core.inventory import ATTENTION_PARTS, LogicalTensor, PartInventory
 from megascale.model.context import ForwardContext, LayerSetup, Rotary
 from megascale.model.fusion import Branch
@@ -28,6 +29,7 @@ from megascale.ops.norm_rotary import split_norm_rotary
 from megascale.ops.rope import apply_rotary, split_qkv
 from megascale.parallel.collectives import SINGLE_RANK
 from megascale.parallel.context import (
+    attend_in_parts,
     exchange_for_heads,
     exchange_for_tokens,
     gather_heads,
@@ -89,6 +91,9 @@ class CausalAttention(DirectModule):
         self._axis = setup.axis
         self._context_axis = setup.axes.get("context", SINGLE_RANK)
         self._head_share = share_heads(self.head_count, self.kv_head_count, self._context_axis.size)
+        self._head_parts = 1
+        if self.sinks is None:
+            self._head_parts = count_head_parts(self._head_share, self._context_axis.overlap == "parts")
         self.out = RowLinear(_select_tensors(setup, "output"), setup.linears, setup.dtype)
         self._chooser = setup.axis.runtime.attention
 
@@ -205,6 +210,9 @@ class CausalAttention(DirectModule):
         if self._head_share.gathers_keys:
             return self._attend_to_gathered_keys(q, k, v, context)
         kv_copies = self._head_share.copies
+        if self._head_parts > 1 and context.cache is None and not context.is_replicated:
+            attend = partial(self._attend_locally, documents=context.documents)
+            return attend_in_parts(q, k, v, axis, kv_copies, attend, parts=self._head_parts)
         if context.is_replicated:
             q, k, v = select_heads(q, k, v, axis, kv_copies)
         else:

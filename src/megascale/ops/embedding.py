@@ -135,6 +135,16 @@ def add_sorted_rows(main_VH: Tensor, sorted_tokens: SortedTokens, dy_TH: Tensor,
     _long_groups_kernel[grid](main_VH, partial, tokens, start, stop, vocabulary, columns, **constants)
 
 
+def add_token_rows(main_VH: Tensor, tokens_T: Tensor, dy_TH: Tensor, first_row: int) -> None:
+    """Compute `add_rows` for rows of the embedding from `first_row` on, by the fused kernel where it can run."""
+    if main_VH.dtype == torch.float32 and use_fused("embedding", dy_TH):
+        add_sorted_rows(main_VH, sort_tokens(tokens_T), dy_TH, first_row=first_row)
+        return
+    rows_T = tokens_T - first_row
+    is_inside = (rows_T >= 0) & (rows_T < main_VH.shape[0])
+    main_VH.index_add_(0, rows_T[is_inside], dy_TH[is_inside].to(main_VH.dtype))
+
+
 def embedding_reference(tokens: Tensor, weight: Tensor, is_local: Tensor | None = None) -> Tensor:
     """Return the rows of weight for tokens, with zeros where `is_local` is false."""
     if is_local is None:
@@ -162,9 +172,12 @@ class _Embedding(torch.autograd.Function):
         dy = grads[0].reshape(-1, grads[0].shape[-1]).contiguous()
         sink = get_sink(ctx.weight)
         assert sink is not None
-        sorted_tokens = sort_tokens(tokens.reshape(-1))
-        for rows, rows_grad in sink.write_rows():
-            add_sorted_rows(rows_grad, sorted_tokens, dy, first_row=rows.start or 0)
+        if sink.keep_rows is not None:
+            sink.keep_rows(tokens.reshape(-1), dy)
+        else:
+            sorted_tokens = sort_tokens(tokens.reshape(-1))
+            for rows, rows_grad in sink.write_rows():
+                add_sorted_rows(rows_grad, sorted_tokens, dy, first_row=rows.start or 0)
         sink.ready()
         return None, None, None
 
@@ -178,6 +191,8 @@ def embedding(tokens: Tensor, weight: Tensor, is_local: Tensor | None = None) ->
         is_local: [...], false where the token's row belongs to another rank. The result is zero there.
     """
     sink: GradientSink | None = getattr(weight, "gradient_sink", None)
+    if sink is not None and sink.keep_rows is not None and torch.is_grad_enabled():
+        return _Embedding.apply(tokens, weight, is_local)  # type: ignore[no-any-return]
     if sink is None:
         is_supported = False
     elif sink.is_divided:

@@ -28,6 +28,8 @@ class GradientSink:
         is_gemm_gradient: whether a GEMM computes this gradient. Only a GEMM can overwrite `main_grad`.
         complete: called when a forward (ops/cross_entropy.py) has added a micro-batch's complete gradient. The backward
             calls `ready` later. None: not called.
+        keep_rows: called with a micro-batch's tokens and the gradients of their rows, instead of an addition to the
+            gradient of an embedding (parallel/embedding_rows.py). None: the backward adds them to `main_grad`.
         is_divided: whether the gradient exists for some rows at a time. It is then written by `write_rows` only.
     """
 
@@ -36,6 +38,7 @@ class GradientSink:
     should_overwrite: bool = False
     is_gemm_gradient: bool = False
     complete: Callable[[], None] | None = None
+    keep_rows: Callable[[Tensor, Tensor], None] | None = None
     is_divided: ClassVar[bool] = False
 
     def write_rows(self, is_overwritten: bool = False) -> Iterator[tuple[slice, Tensor]]:

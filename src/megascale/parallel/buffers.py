@@ -116,6 +116,7 @@ class ParamAndGradBuffer:
         grads: gradients of resident parameters.
         shard_grads: from ZeRO-2 on, this rank's shards of the gradients of units.
         bucket_by_param: index of the bucket by index of the parameter; of a divided table, the last bucket.
+        row_params: parameters whose gradients are reduced by rows (embedding_rows.py), which need no dense gradient.
         forward_order: buckets in the order in which a forward first needs them.
     """
 
@@ -189,6 +190,7 @@ class ParamAndGradBuffer:
         # Indices of parameters are in the order of the forward.
         self.forward_order = sorted(range(len(buckets)), key=lambda bucket: min(buckets[bucket].members))
         self.shards = [self._make_shard(bucket) for bucket in range(len(buckets))]
+        self.row_params: set[int] = set()
         self._overwritten_indices: list[int] = []  # parameters whose gradient the first GEMM of a step overwrites
         self._zeroed_ranges: list[torch.Tensor] | None = None  # ranges of the gradients that each step zeroes
 
@@ -304,8 +306,9 @@ class ParamAndGradBuffer:
             i for i in self.resident_params if contribution_counts[i] == 1 and self.sinks[i].is_gemm_gradient
         ]
         starts = self.layout.starts
-        overwritten_ranges = [(starts[i], starts[i] + self.parameters[i].numel()) for i in self._overwritten_indices]
-        gaps = find_gaps(self.resident_start, self.layout.size, overwritten_ranges)
+        unzeroed_indices = [*self._overwritten_indices, *self.row_params]
+        unzeroed_ranges = [(starts[i], starts[i] + self.parameters[i].numel()) for i in unzeroed_indices]
+        gaps = find_gaps(self.resident_start, self.layout.size, unzeroed_ranges)
         self._zeroed_ranges = [self.slice_grads(start, stop) for start, stop in gaps]
 
     @property

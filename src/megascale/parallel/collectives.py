@@ -37,7 +37,8 @@ class Axis:
         group: process group, None for an axis with a single rank.
         size, rank: number of ranks, and the index of this rank.
         overlap: how tensor-parallel GEMMs hide their collective: "fused" (by the exchange), "async" (the collective
-            overlaps with independent GEMMs) or "off".
+            overlaps with independent GEMMs) or "off". On the context axis "parts": the exchange of one part of the
+            heads overlaps with the attention of another part.
         exchange: copies between the GPUs of one host (parallel/exchange.py); None: collectives only.
         name: name of the group in the record of calls (core/calls.py); calls of "" are not recorded.
         kind: the axis of the grid, for timers.
@@ -278,6 +279,72 @@ class _TransposeSequence(torch.autograd.Function):
         return all_to_all_parts(grads[0], ctx.axis).wait(), None
 
 
+class _TransposeState:
+    """The exchange in flight of an `OverlappedTranspose`: of its tensor in forward, of the gradient in backward."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self._pending: Pending | None = None
+
+    def start(self, x: torch.Tensor) -> None:
+        """Start the all-to-all of x."""
+        self._pending = all_to_all_parts(x, self.axis)
+
+    def wait(self) -> torch.Tensor:
+        """Return the result of the all-to-all."""
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        return pending.wait()
+
+
+@torch_private.call_directly
+class _StartTranspose(torch.autograd.Function):
+    """Starts the exchange in forward. Its backward waits for the gradient's exchange.
+
+    The result, one undefined element, connects it with `_AwaitTranspose`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, state: _TransposeState) -> torch.Tensor:
+        ctx.state = state
+        state.start(x)
+        return x.new_empty(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return ctx.state.wait(), None
+
+
+@torch_private.call_directly
+class _AwaitTranspose(torch.autograd.Function):
+    """Waits for the exchange in forward. Its backward starts the gradient's exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, connection: torch.Tensor, state: _TransposeState) -> torch.Tensor:
+        ctx.state = state
+        return state.wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.state.start(grads[0])
+        return grads[0].new_empty(1), None
+
+
+class OverlappedTranspose:
+    """An all-to-all in flight, differentiable, whose gradient is exchanged between the same two points of backward.
+
+    The state does not refer to `_connection`, whose graph refers to the state: such a cycle would never be freed.
+    """
+
+    def __init__(self, x: torch.Tensor, axis: Axis) -> None:
+        self._state = _TransposeState(axis)
+        self._connection = _StartTranspose.apply(x, self._state)
+
+    def wait(self) -> torch.Tensor:
+        """Return the result, which has the shape of the sent tensor. Call it once."""
+        return _AwaitTranspose.apply(self._connection, self._state)  # type: ignore[no-any-return]
+
+
 def _gather_rows(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """All-gather on dimension 0, by the axis's exchange if it has one with room for x."""
     gather = exchange_gather if can_exchange(axis, x.nbytes) else all_gather
@@ -306,6 +373,11 @@ def scatter_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 def transpose_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """All-to-all of equal parts of dimension 0, differentiably; its gradient is the same all-to-all."""
     return x if axis.size == 1 else _TransposeSequence.apply(x, axis)
+
+
+def start_transpose(x: torch.Tensor, axis: Axis) -> OverlappedTranspose:
+    """Start an all-to-all of equal parts of dimension 0, which overlaps with later work until `wait`."""
+    return OverlappedTranspose(x, axis)
 
 
 def all_gather_into(out: torch.Tensor, shard: torch.Tensor, axis: Axis) -> Pending:

@@ -33,6 +33,7 @@ from megascale.parallel.collectives import (
     reduce_scatter_rounded,
 )
 from megascale.parallel.copy_reduction import CopyReduction
+from megascale.parallel.embedding_rows import EmbeddingRows, exchange_rows, find_embedding_bucket
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.float8_gather import Float8Gather
 from megascale.parallel.gradient_slots import GradientBucket, GradientSlots, ShardTarget, reduce_into_shard
@@ -119,6 +120,7 @@ class DataParallel:
         gradient_slots: gradients of units from ZeRO-2 on; None below.
         parameter_slots: matrices of units under ZeRO-3; None below.
         early_sink: sink of an early gradient, which a forward computes (`allow_early_gradients`); None without one.
+        embedding_rows: reduces the token embedding of the first chunk by rows; None: its gradient is dense.
     """
 
     def __init__(
@@ -168,6 +170,7 @@ class DataParallel:
                 state.buffer.module.pre_forward_gather = partial(self._await_unit, state)  # type: ignore[assignment]
         self._early_bucket: GradientBucket | None = None  # bucket of the early gradient
         self.early_sink: GradientSink | None = None
+        self.embedding_rows: EmbeddingRows | None = None
         self._is_in_step = False
         self._microbatches = microbatches
         self.gradient_slots: GradientSlots | None = None
@@ -187,6 +190,8 @@ class DataParallel:
         self._pending_tied.clear()
         self._next_float8_gather = None
         self._armed_gather = None
+        if self.embedding_rows is not None:
+            self.embedding_rows.drop()
         for state in self._states:
             state.pending_reductions.clear()
             state.pending_gathers.clear()
@@ -206,6 +211,8 @@ class DataParallel:
 
     def begin_step(self) -> None:
         """Zero the gradients before a step."""
+        if self.embedding_rows is not None:
+            self.embedding_rows.drop()
         for state in self._states:
             self._runtime.stream.synchronize()
             state.buffer.zero_grads(state.count_microbatch_contributions())
@@ -214,6 +221,14 @@ class DataParallel:
             self.gradient_slots.begin_step()
             for state in self._states:
                 state.armed_count = 0
+
+    def reduce_embedding_by_rows(self) -> bool:
+        """Reduce the first chunk's token embedding by rows from now on. Return whether its layout allows that."""
+        bucket = find_embedding_bucket(self.buffers[0])
+        if bucket is None:
+            return False
+        self.embedding_rows = exchange_rows(self.buffers[0], bucket)
+        return True
 
     def arm_reductions(self, chunk: int) -> None:
         """Run REDUCE_GRADS: let the chunk's next backward reduce its gradients.
@@ -420,6 +435,10 @@ class DataParallel:
         """Start the reduction of a resident bucket."""
         self._runtime.stream.synchronize()
         buffer = state.buffer
+        rows = self.embedding_rows
+        if rows is not None and state.chunk == 0 and bucket == rows.bucket:
+            state.pending_reductions[bucket] = rows.reduce()
+            return
         span = buffer.layout.buckets[bucket]
         start = span.start - buffer.resident_start
         grads = buffer.grads[start : span.stop - buffer.resident_start]

@@ -43,7 +43,7 @@ from megascale.rendezvous.stores import (
 )
 
 if TYPE_CHECKING:
-    from megascale.config import Config, OverlapConfig, RendezvousConfig
+    from megascale.config import Config, RendezvousConfig
 
 # With more ranks gloo connects two ranks when they first exchange data, instead of every rank to every rank at once.
 _MAX_GLOO_MESH_RANKS = 256
@@ -129,7 +129,7 @@ def initialise(
             device=device,
             timeout=timedelta(seconds=settings.group_timeout),
             store=dist.PrefixStore("job", store),
-            max_channels=_choose_max_channels(config.overlap),
+            max_channels=_choose_max_channels(config),
             late_kinds=late_kinds,
             warm_calls=warm_calls,
             name_suffix=name_suffix,
@@ -222,10 +222,10 @@ def _leave_failed_start(store: dist.Store, error: BaseException, *, rank: int, w
         store.close()
 
 
-def _choose_max_channels(overlap: OverlapConfig) -> dict[str, int | None]:
+def _choose_max_channels(config: Config) -> dict[str, int | None]:
     """Return the largest number of NCCL channels by kind of group. For None, NCCL chooses the number."""
-    max_channels: dict[str, int | None] = dict.fromkeys(DIRECTIONS, overlap.max_channels("pipeline"))
-    max_channels |= dict.fromkeys(("data_gather", "data_reduce"), overlap.max_channels("data"))
+    max_channels: dict[str, int | None] = dict.fromkeys(DIRECTIONS, config.max_channels("pipeline"))
+    max_channels |= dict.fromkeys(("data_gather", "data_reduce"), config.max_channels("data"))
     return max_channels
 
 

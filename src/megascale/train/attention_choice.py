@@ -22,7 +22,7 @@ from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import Config
 from megascale.core import strict_json
-from megascale.core.head_exchange import list_gathered_keys, share_heads
+from megascale.core.head_exchange import count_head_parts, list_gathered_keys, share_heads
 from megascale.core.inventory import count_distinct_layers
 from megascale.core.layer_spec import AttentionSpec
 from megascale.core.untrusted_files import read_small_text
@@ -64,11 +64,12 @@ def list_shapes(
         share = share_heads(mixer.heads // tensor, mixer.kv_heads // tensor, context)
         if share.gathers_keys and documents:
             continue
+        parts = 1 if mixer.has_sinks else count_head_parts(share, config.exchanges_heads_in_parts)
         shape = AttentionShape(
             S=S,
             B=config.train.micro_batch,
-            N=share.heads,
-            G=share.kv_heads,
+            N=share.heads // parts,
+            G=share.kv_heads // parts,
             D=mixer.head_size,
             window=window,
             dtype=dtype,

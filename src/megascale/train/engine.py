@@ -47,6 +47,7 @@ from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
 from megascale.parallel.collectives import all_reduce
 from megascale.parallel.context import slice_batch
 from megascale.parallel.data_parallel import DataParallel
+from megascale.parallel.embedding_rows import fits_row_exchange
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.offload import InputCopies
 from megascale.parallel.parameters import get_spec, initialise, initialise_parameter, list_piece_views, materialise
@@ -192,6 +193,7 @@ class Engine:
         self._loss_weights = self._make_loss_weights(groups, rank)
         self.chunk_forward = self._make_chunk_forward()
         self.graphs = self._make_graphs()
+        self._choose_embedding_reduction()
         if self._has_row_limit:
             self.chunk_forward.keeps_batches = True  # a step may be repeated
         if grid.pipeline > 1 and device.type == "cuda":
@@ -597,6 +599,48 @@ class Engine:
             data_parallel=self.data_parallel,
             make_inputs=self._make_blank_graph_inputs,
         )
+
+    def _choose_embedding_reduction(self) -> None:
+        """Reduce the token embedding's gradient by rows where overlap.embedding asks for it and nothing prevents it.
+
+        Raises ConfigError if overlap.embedding=rows is unavailable.
+        """
+        requested = self.config.overlap.embedding
+        if requested == "dense" or not self.chunks[0].is_first:
+            return
+        obstacle = self._find_row_exchange_obstacle()
+        if not obstacle and not self.data_parallel.reduce_embedding_by_rows():
+            obstacle = "its rows have no bucket of their own, or the data-parallel ranks do not divide them"
+        if not obstacle:
+            self.active["embedding gradient"] = "reduced by the rows that a step uses"
+        elif requested == "rows":
+            raise ConfigError(f"overlap.embedding=rows is unavailable: {obstacle}; set --overlap.embedding=auto")
+
+    def _find_row_exchange_obstacle(self) -> str:
+        """Return why the embedding's gradient cannot be reduced by rows, "" if it can."""
+        config, buffer = self.config, self.buffers[0]
+        ranks = buffer.axes.reduce.size
+        if buffer.zero != 1 or ranks == 1:
+            return "it needs parallel.zero=1 and several data-parallel ranks"
+        if self.tensor_axis.size > 1 or config.model.tied_embeddings:
+            return "tensor parallelism divides the embedding, or the output matrix is tied to it"
+        if self.graphs is not None:
+            return "CUDA graphs write the dense gradient"
+        if self.runtime.kernels.deterministic and config.resilience.replay_interval != 0:
+            return "replays (resilience.replay_interval) compare the dense gradient"
+        if not self.layout.shares.is_even:
+            return "replicas read different numbers of micro-batches"
+        if config.overlap.embedding == "auto":
+            microbatch_tokens = config.train.micro_batch * config.model.sequence_length // self._context_axis.size
+            if not fits_row_exchange(
+                tokens=self.layout.microbatches * microbatch_tokens * ranks,
+                hidden=config.model.hidden,
+                vocabulary=config.model.vocab,
+                itemsize=self.dtype.itemsize,
+                grad_itemsize=buffer.grad_dtype.itemsize,
+            ):
+                return "a step's rows have more than half of the dense gradient's bytes"
+        return ""
 
     def _make_blank_graph_inputs(self, chunk_index: int) -> tuple[torch.Tensor, ...]:
         """Return tensors that a captured chunk can read, of a micro-batch that belongs to no step."""

@@ -223,6 +223,8 @@ def choose_context_exchange(
             descriptions[f"exchanges slices for heads{copies}"] = None
     lines = {"context attention": "; ".join(descriptions)}
     requested = config.overlap.context
+    if config.exchanges_heads_in_parts:
+        return replace(axis, overlap="parts"), {**lines, "context exchange": "collectives, in parts of the heads"}
     if requested == "collectives":
         return axis, {**lines, "context exchange": requested}
     token_count = config.model.sequence_length // context * config.train.micro_batch
@@ -280,7 +282,7 @@ def describe_overlaps(layout: Layout, device: torch.device) -> dict[str, str]:
     if config.parallel.zero >= 2:
         lines["sharding"] = _describe_sharding(layout)
     for name, size in (("pipeline", grid.pipeline), ("data", grid.shards)):
-        channels = config.overlap.max_channels(name)
+        channels = config.max_channels(name)
         if size > 1 and channels is not None and device.type == "cuda":
             lines[f"{name} channels"] = f"at most {channels}"
         elif size > 1 and f"{name}_channels" in config.overlap.model_fields_set:
