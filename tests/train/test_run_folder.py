@@ -184,7 +184,7 @@ folder._event_flush.close()
 flush = f"fsync {folder.events}"
 flushes = Path(os.environ["FLUSHES"])
 count = flushes.read_text().splitlines().count(flush)
-reporter.write_event(Event.RUN_FINISHED, awaits_disk=True, step=9, finished=True)
+reporter.write_last_event(Event.RUN_FINISHED, step=9, finished=True)
 print(count, flushes.read_text().splitlines().count(flush) - count, flush=True)
 """
 

@@ -63,15 +63,15 @@ class Reporter:
             record = {"step": step, "first": first, "count": count, "ids": ids, "read": read}
             append_record(self.folder.samples, record)
 
-    def write_event(self, event: Event, *, awaits_disk: bool = False, **details: Any) -> None:
-        """Append an event to events.jsonl.
-
-        Args:
-            awaits_disk: whether the event outlives a power cut when this returns. The end of a run waits for the disk;
-                steps and recoveries do not.
-        """
+    def write_event(self, event: Event, **details: Any) -> None:
+        """Append an event to events.jsonl. Steps and recoveries do not wait until it is on the disk."""
         if self.is_leader:
-            self.folder.append_event(event, awaits_disk=awaits_disk, **details)
+            self.folder.append_event(event, awaits_disk=False, **details)
+
+    def write_last_event(self, event: Event, **details: Any) -> None:
+        """Append the event of the run's end to events.jsonl. All events are on the disk when this returns."""
+        if self.is_leader:
+            self.folder.append_event(event, **details)
 
     def log_line(self, text: str) -> None:
         """Print a line on the terminal, if the sinks are open."""

@@ -568,6 +568,29 @@ def test_replacements_learn_of_ranks_that_ended_with_their_fork_server(tmp_path:
             process.wait()
 
 
+def test_replacements_learn_of_the_ranks_of_a_killed_agent(tmp_path: Path) -> None:
+    order = Start(1, 2, "tiny", (0, 1), 2, ("127.0.0.1", 1), "", ())
+    killed = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
+    killed.attempt = 1
+    ranks = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    try:
+        for rank, process in enumerate(ranks):
+            killed.trainers[rank] = TrainerProcess(rank, tmp_path / "log", 0)
+            killed._handle_report(Forked(rank, attempt=1, pid=process.pid))
+        local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
+        agent_end, server_end = socket.socketpair()
+        with agent_end, server_end:
+            local._socket = agent_end
+            local.start(order, "127.0.0.1", b"t" * 64)
+            forks = FrameReader(TO_FORK_SERVER).feed(server_end.recv(1 << 20))
+        expected = ",".join(str(pid) for pid in sorted(process.pid for process in ranks))
+        assert [fork.env[DYING_VARIABLE] for fork in forks] == [expected] * 2
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
 def test_a_standby_process_that_ends_is_not_started_again_in_its_attempt(tmp_path: Path) -> None:
     """It may lack memory. Each start would take memory and time of the ranks that train."""
     order = Start(1, 2, "tiny", (0, 1), 2, ("127.0.0.1", 1), "", ())

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,18 @@ def test_a_node_that_is_taken_out_keeps_no_processes_of_a_foreign_trainer(tmp_pa
         for process in processes.values():
             process.kill()
             process.wait()
+
+
+def test_a_program_that_names_the_folder_of_a_service_does_not_end_with_it(tmp_path: Path) -> None:
+    """Somebody may look at the folder meanwhile."""
+    folder = private_folder(tmp_path, "n0")
+    connection = connect_checkpoint_service(folder, log_file=tmp_path / "log")
+    viewer = subprocess.Popen([sys.executable, "-c", "input()", str(folder)], stdin=subprocess.PIPE)
+    try:
+        (pid,) = end_checkpoint_services(tmp_path, "n0")
+        assert pid != viewer.pid
+        assert viewer.poll() is None
+    finally:
+        connection.close()
+        viewer.kill()
+        viewer.communicate()

@@ -26,6 +26,7 @@ from megascale.checkpoint.background.pending_saves import SaveFailed
 from megascale.checkpoint.background.replica import Replicas, ReplicaSender
 from megascale.checkpoint.background.service_protocol import (
     FROM_SERVICE,
+    SERVICE_MODULE,
     TO_SERVICE,
     Allocate,
     Allocated,
@@ -403,7 +404,7 @@ def start_checkpoint_service(folder: Path, linger: float, log_file: Path) -> Non
 
 
 def _make_launch(folder: Path, linger: float, log_file: Path | None) -> Launch:
-    return Launch("megascale.checkpoint.background.service", [str(folder), "--linger", str(linger)], log_file)
+    return Launch(SERVICE_MODULE, [str(folder), "--linger", str(linger)], log_file)
 
 
 def main() -> None:

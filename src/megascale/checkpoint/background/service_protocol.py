@@ -21,6 +21,7 @@ from megascale.services.messages import Count, Message, Name, Path, Port, Record
 from megascale.services.service_location import ServiceLocation, make_private_base_folder, make_private_folder
 
 NAME = "checkpoint"
+SERVICE_MODULE = "megascale.checkpoint.background.service"  # module that a service's process runs
 MAX_MESSAGE_BYTES = 64 << 20  # for a snapshot's checksums and its saved state
 MAX_INDEX_BYTES = 1 << 30  # of the index of a snapshot from another host
 State = Annotated[str, Meta(max_length=MAX_MESSAGE_BYTES // 2)]

@@ -47,6 +47,7 @@ from megascale.resilience.agent.attempt_orders import (
 )
 from megascale.resilience.agent.foreign_program import ForeignProgram
 from megascale.resilience.agent.leftover_processes import kill_rank_processes
+from megascale.resilience.agent.node_folder import read_rank_processes, record_rank_processes
 from megascale.resilience.agent.process_usage import is_being_killed, read_usage
 from megascale.resilience.agent.rank_programs import MegascaleTrainer, RankProgram, TrainerProcess
 from megascale.resilience.agent.worker_report import describe_worker
@@ -136,8 +137,8 @@ class Trainers:
         self._early_pids: dict[int, int] = {}
         self._failed_standby_ranks: set[int] = set()  # ranks whose standby process has ended in the present attempt
         self._dying_pids: set[int] = set()  # killed processes whose memory the kernel still frees
-        # Birth times of the same, of earlier fork servers, which no longer report the end; by process id.
-        self._unreported_births: dict[int, int] = {}
+        # Birth times of the same, of earlier fork servers and agents, which no longer report the end; by process id.
+        self._unreported_births = read_rank_processes(folder)
 
     # the fork server ------------------------------------------------------------------------------------------------
 
@@ -190,8 +191,14 @@ class Trainers:
         pids = [trainer.pid for trainer in self.list_running()] + list(self._early_pids.values())
         self._unreported_births |= {pid: read_birth_time(pid) for pid in pids if pid > 0}
 
+    def _record_processes(self) -> None:
+        """Store which processes end with this agent, so that the next agent names them to their replacements."""
+        pids = [trainer.pid for trainer in self.list_running()] + list(self._early_pids.values())
+        with contextlib.suppress(OSError):  # a full disk: replacements then do not wait for free memory
+            record_rank_processes(self.folder, {pid: read_birth_time(pid) for pid in pids if pid > 0})
+
     def _list_dying_processes(self) -> list[int]:
-        """Return the killed processes whose memory the kernel may still free. Forget those of earlier fork servers."""
+        """Return the killed processes whose memory the kernel may still free. Forget those that no server reports."""
         pids = set(self._dying_pids)
         for pid, birth in self._unreported_births.items():
             current_birth = read_birth_time(pid)
@@ -274,9 +281,11 @@ class Trainers:
             self._start_failure = message
         elif isinstance(message, Forked) and message.attempt == _NO_ATTEMPT:
             self._add_early_process(message.rank, message.pid)
+            self._record_processes()
         elif isinstance(message, Forked) and message.attempt == self.attempt:
             if message.rank in self.trainers:
                 self.trainers[message.rank].pid = message.pid
+                self._record_processes()
         elif isinstance(message, Ended) and message.pid in self._dying_pids:
             self._dying_pids.discard(message.pid)  # `note_kills` has recorded this end
             # The process may have reported an exception before it was killed, such as one for lack of memory.
