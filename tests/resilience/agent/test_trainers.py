@@ -163,7 +163,7 @@ def test_a_fork_server_uses_its_idle_time_and_still_forks(tmp_path):
             pass_fds=[remote.fileno()],
             stdout=out,
             stderr=out,
-            env=os.environ | {"PYTHONPATH": str(tmp_path)},
+            env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
         )
         remote.close()
         try:
