@@ -74,6 +74,8 @@ def make(folder: Path) -> Path:
 START_LINE = "ready to train "  # begins the line that a rank logs before its first step
 LEAVE_LINE = "has left attempt "  # is in the line that a rank logs when it waits for the next attempt
 FIRST_STEP_LINE = "first step complete "  # begins the line that a rank logs after its first step
+GROUPS_LINE = "start-up "
+PREPARED_LINES = ("warmed up the groups", "aborted the groups", "groups of attempt@")
 
 
 class Launched:
@@ -154,6 +156,18 @@ class Launched:
     def read_leaves(self) -> dict[str, str]:
         """Return by rank the newest line of its log that divides the seconds of leaving an attempt."""
         return {rank: lines[-1] for rank, lines in self._read_log_lines(LEAVE_LINE).items()}
+
+    def read_groups(self) -> str:
+        """Return the newest line of rank 0's log that divides the seconds of making groups."""
+        return self._read_log_lines(GROUPS_LINE).get("0", [""])[-1]
+
+    def read_prepared_groups(self) -> dict[str, list[str]]:
+        """Return by rank what its log says about groups that were prepared during the attempt before."""
+        lines_by_rank: dict[str, list[str]] = {}
+        for beginning in PREPARED_LINES:
+            for rank, lines in self._read_log_lines(beginning).items():
+                lines_by_rank.setdefault(rank, []).extend(beginning + line for line in lines)
+        return lines_by_rank
 
     def read_first_steps(self) -> dict[str, list[str]]:
         """Return by rank a line per start, which has the seconds of the first step."""

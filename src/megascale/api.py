@@ -8,7 +8,7 @@ Train for 100 steps::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,10 +185,11 @@ def train(config: Config) -> TrainResult:
 
 def _set_data_size(config: Config, parking: Parking | None) -> Config:
     """Return the configuration with the data-parallel size of the present attempt, which may differ from the first."""
-    if parking is None or not parking.data_size:
+    from megascale.train.parking import with_data_size
+
+    if parking is None:
         return config
-    parallel = config.parallel.model_copy(update={"data": parking.data_size})
-    return config.model_copy(update={"parallel": parallel})
+    return with_data_size(config, parking.data_size)
 
 
 def evaluate(
@@ -251,6 +252,7 @@ def generate(
     step: int | None = None,
     device: str = "auto",
     context: int = 1,
+    on_note: Callable[[str], object] | None = None,
 ) -> Iterator[str]:
     """Continue `prompt` with a run's checkpoint, and yield the text in pieces, without the prompt.
 
@@ -258,11 +260,12 @@ def generate(
     call this function and yield the same text.
 
     The text ends after `tokens` tokens, at the tokenizer's end of document, at an end token of the imported model's
-    generation settings, or before the first of the texts `stop`.
+    generation settings, or before the first of the texts `stop`. `on_note` receives a sentence if the prompt is longer
+    than the training's sequences.
     """
     from megascale.model.huggingface.generation_config import list_end_ids, load_generation_config
     from megascale.train.context_ranks import join_ranks
-    from megascale.train.generation import Sampling, decode_stream, generate_tokens
+    from megascale.train.generation import Sampling, decode_stream, explain_long_prompt, generate_tokens
     from megascale.train.rank_info import choose_device
     from megascale.train.restore import restore_model
     from megascale.train.trained_config import load_trained_config, load_trained_tokenizer
@@ -277,7 +280,11 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     with join_ranks(config, context, device) as ranks:
         model, _ = restore_model(run, step=step, device=device, ranks=ranks)
-        stream = generate_tokens(model, tokenizer.encode_prompt(prompt), tokens, sampling, ends=ends)
+        prompt_ids = tokenizer.encode_prompt(prompt)
+        note = explain_long_prompt(prompt_ids, model.model)
+        if note and on_note is not None:
+            on_note(note)
+        stream = generate_tokens(model, prompt_ids, tokens, sampling, ends=ends)
         yield from decode_stream(tokenizer, stream, stop, tokenizer.encode(prompt))
 
 
@@ -299,7 +306,7 @@ def open_chat(
     Messages are rendered by the chat template of the run's tokenizer. A reply ends where the template ends a turn, at
     an end token, or after `tokens` tokens. Raises DataError without a template.
     """
-    from megascale.data.tokenizer.chat_template import load_chat_template
+    from megascale.data.tokenizer.chat_template import check_special_tokens, load_chat_template
     from megascale.model.huggingface.generation_config import list_end_ids, load_generation_config
     from megascale.train.chat import ChatSession, find_chat_folder
     from megascale.train.generation import Sampling
@@ -311,7 +318,9 @@ def open_chat(
     choose_device(device)  # refuse a missing device before any work
     config, _ = load_trained_config(run, step)
     file, tokenizer = load_trained_tokenizer(run, config, step)
-    template = load_chat_template(find_chat_folder(run, file))
+    folder = find_chat_folder(run, file)
+    template = load_chat_template(folder)
+    check_special_tokens(template, folder, tokenizer)
     ends = {tokenizer.end_of_document, *list_end_ids(load_generation_config(run))}
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     model, _ = restore_model(run, step=step, device=device)

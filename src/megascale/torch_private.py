@@ -10,7 +10,7 @@ import ctypes
 import importlib
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -124,17 +124,93 @@ def make_nccl_options(timeout: timedelta, channels: int) -> Any:
     return options
 
 
+def make_gloo_backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return a gloo backend that no group has yet. Collective over the `size` ranks, which connect to each other."""
+    backend = _on_shared_devices(dist.ProcessGroupGloo)(store, rank, size, timeout=timeout)
+    backend._set_sequence_number_for_group()
+    return backend
+
+
+def make_nccl_backend(
+    store: dist.Store, rank: int, ranks: Sequence[int], *, name: str, timeout: timedelta, channels: int | None
+) -> Any:
+    """Return an NCCL backend without communicator that no group has yet.
+
+    Args:
+        rank: index of this rank in `ranks`.
+        ranks: global ranks of the members, ascending.
+        name: name of the group that will have the backend.
+        channels: maximum channels of a call. For None, NCCL chooses.
+    """
+    options: Any = dist.ProcessGroupNCCL.Options()
+    if channels is not None:
+        options = make_nccl_options(timeout, channels)
+    options._timeout = timeout
+    options.is_high_priority_stream = False
+    options.global_ranks_in_group = list(ranks)
+    options.group_name = name
+    backend = dist.ProcessGroupNCCL(store, rank, len(ranks), options)
+    backend._set_sequence_number_for_group()
+    return backend
+
+
+def connect_nccl_backend(backend: Any, device: torch.device) -> None:
+    """Make the communicator of an NCCL backend on `device`. Collective over the members."""
+    if not hasattr(backend, "eager_connect_single_device"):
+        raise _missing("torch.distributed.ProcessGroupNCCL.eager_connect_single_device")
+    if backend.supports_splitting:  # torch's own condition
+        backend.eager_connect_single_device(device)
+
+
+class _ReusedBackend(type):
+    """Metaclass of a stand-in for a class of backends: a call returns a backend that exists."""
+
+    backend: Any
+
+    def __call__(cls, *arguments: Any, **options: Any) -> Any:
+        return cls.backend
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return instance is cls.backend
+
+
+@contextmanager
+def reuse_backends(gloo: Any = None, nccl: Any = None) -> Iterator[None]:
+    """Give the group that is made inside this block backends that exist, in place of new ones.
+
+    torch's tables of groups belong to the process, so only its main thread makes groups. Backends may be made in any
+    thread.
+    """
+    c10d = importlib.import_module(_C10D)
+    originals = {}
+    for name, backend in (("ProcessGroupGloo", gloo), ("ProcessGroupNCCL", nccl)):
+        if backend is None:
+            continue
+        original = lookup(_C10D, name)
+        originals[name] = original
+        attributes = {"backend": backend, "Options": getattr(original, "Options", None)}
+        setattr(c10d, name, _ReusedBackend(name, (), attributes))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(c10d, name, original)
+
+
+def forget_groups() -> None:
+    """Remove all groups, the default group too, from torch's tables without aborting them."""
+    c10d_world = lookup(*PRIVATE_NAMES["c10d_world"])
+    c10d_world.pg_names.clear()  # the groups that `_abort_process_group` would abort
+    lookup(*PRIVATE_NAMES["abort_process_group"])()
+
+
 def connect_nccl(group: dist.ProcessGroup, device: torch.device) -> None:
     """Make the NCCL communicator of a group on `device`, and bind the group to the device. Collective over the group.
 
     Other threads of this process may connect other groups at the same time. Under TORCH_DISTRIBUTED_DEBUG=DETAIL the
     group's first call makes the communicator.
     """
-    backend = group._get_backend(device)
-    if not hasattr(backend, "eager_connect_single_device"):
-        raise _missing("torch.distributed.ProcessGroupNCCL.eager_connect_single_device")
-    if backend.supports_splitting:  # torch's own condition
-        backend.eager_connect_single_device(device)
+    connect_nccl_backend(group._get_backend(device), device)
     group.bound_device_id = device
 
 

@@ -23,9 +23,11 @@ from megascale.core.preflight import (
     checkpoint_bytes,
     count_local_stage_ranks,
 )
+from megascale.core.rank_memory import estimate_rank_memory
 from megascale.errors import FitError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+MIB = 2**20
 GIB = 2**30
 SMALL = Capacity(memory=23 * GIB, memory_from="MemAvailable", cores=2, open_files=1024, processes=30_000)
 ROOM = 100 * GIB
@@ -243,6 +245,27 @@ def test_forked_trainers_share_what_their_server_imported():
     nodes = HostShare(8, 0, 8, nodes=8)
     assert FORKED_TRAINER_BYTES * 8 < 8 * GIB
     check_host(lay_out(config, nodes.world), nodes, replace(SMALL, memory=4 * GIB), lambda folder: ROOM)
+
+
+def test_a_second_set_of_communicators_takes_memory_of_the_gpu():
+    copies = ["--checkpoint.background=true", "--checkpoint.replicas=true", "--checkpoint.memory_interval=1"]
+    arguments = ["--model.preset=gpt2-124m", "--train.micro_batch=1", "--resilience.continue_replicas=true", *copies]
+    prepared = "--rendezvous.prepared_groups=true"
+    share = HostShare(8, 0, 8, nodes=8, uses_gpus=True)
+    gpu = replace(SMALL, memory=640 * GIB, gpu_memory=80 * GIB)
+    text = refused(*arguments, share=share, capacity=replace(gpu, gpu_memory=GIB))
+    needed = float(text.partition("the fullest rank needs ")[2].partition(" GiB")[0])
+    tight_gpu = replace(gpu, gpu_memory=int((needed + 0.5) * GIB))
+    assert run(arguments, share, tight_gpu) == []
+    text = refused(*arguments, prepared, share=share, capacity=tight_gpu)
+    assert "of GPU memory" in text
+    assert "--rendezvous.prepared_groups=false" in text
+    # The default group's four channels and pairs, and 12 channels each for gathers and for reductions.
+    connection = 4 * MIB + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16
+    layout = lay_out(load(None, [*arguments, prepared, "--parallel.data=8"]), 8)
+    memory, _ = layout.stage_memory(0)
+    assert memory.prepared_groups == (4 + 2 * 12) * 3 * connection + 7 * 4 * 4 * MIB
+    assert estimate_rank_memory(layout.config, layout.grid, layout.schedule(), 0, has_gpu=False)[0].prepared_groups == 0
 
 
 def test_standby_processes_take_memory_of_host_and_gpu():

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from megascale import config
 from megascale.core.flops import count_parameters
 from megascale.core.inventory import logical_shapes
+from megascale.core.untrusted_files import LFS_POINTER
 from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.export import logical_shapes_with_biases, make_config, write_folder
 from megascale.model.huggingface.families import FAMILIES, choose_family
@@ -625,3 +626,41 @@ def test_dropout_is_taken_over_and_told_where_it_cannot_be(copy):
     assert result.model.dropout == 0.2
     assert any("attn_pdrop=0.3" in note for note in result.notes)
     assert any("embd_pdrop=0.1" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_weights_that_are_not_numbers_are_refused(copy, value, dtype):
+    folder = copy("llama")
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
+    tensors["model.norm.weight"][3] = value
+    save_file(tensors, folder / "model.safetensors")
+    result = read_folder(folder)
+    with pytest.raises(DataError, match=r"model\.norm\.weight has NaN or infinite values.*download the file again"):
+        dict(result.tensors)
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": []}])
+def test_an_index_without_a_map_is_named(copy, index):
+    folder = copy("llama")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    with pytest.raises(DataError, match=r"holds model-00001-of-00001\.safetensors, but neither.*download .*index"):
+        read_folder(folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(DataError, match=r"index\.json has no weight_map.*download the file again"):
+        read_folder(folder)
+
+
+def test_pointers_and_quantised_weights_have_a_remedy(copy):
+    folder = copy("llama")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, folder / "model.safetensors")
+    with pytest.raises(DataError, match=r"type F8_E4M3.*unquantised files, or convert the weights to bfloat16"):
+        read_folder(folder)
+    save_file(tensors | {f"{name}_scale_inv": torch.ones(1)}, folder / "model.safetensors")
+    with pytest.raises(DataError, match=r"up_proj\.weight_scale_inv.*Scales belong to quantised weights"):
+        read_folder(folder)
+    (folder / "model.safetensors").write_bytes(LFS_POINTER + b"v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(DataError, match=r"model\.safetensors is a pointer of Git LFS.*git lfs pull"):
+        read_folder(folder)

@@ -27,7 +27,7 @@ from megascale.ops.float8 import cast, grouped, stacks
 from megascale.ops.float8.formats import E4M3, E5M2, Format, allocate_scales
 from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach
 from megascale.ops.peer_max import WORD_BYTES, PeerMax
-from megascale.ops.peer_sum import sum_over_peers
+from megascale.ops.peer_sum import PeerSum, sum_over_peers, sum_parts
 from megascale.parallel.linear import DEFAULT_PRECISION
 from megascale.parallel.tensor import linear_scatter
 
@@ -141,6 +141,15 @@ def sums_over_peers() -> None:
     sum_over_peers(local, torch.zeros(3, 8192)[:, :4096], 1, local)
     sum_over_peers(zeros(4096).detach(), zeros(3, 4096).detach(), 1, zeros(4096).detach())
     sum_over_peers(local, torch.zeros(3, 8192, dtype=BF16)[:, :4096], 1, torch.zeros(4096), accumulate=True)
+
+
+def sums_of_parts() -> None:
+    for ranks in (2, 3, 4, 8):
+        for dtype in (BF16, torch.float32):
+            *parts, out = torch.zeros(ranks + 1, 1 << 16, dtype=dtype)
+            sum_parts(parts, out, programs=8)
+            words = torch.zeros(ranks, ranks, dtype=torch.int64)
+            PeerSum(0, list(words))(parts, out, lambda launch: launch())
 
 
 def grouped_gemms() -> None:
@@ -272,6 +281,7 @@ CASES: dict[str, Callable[[], None]] = {
     "grouped GEMMs": grouped_gemms,
     "experts in float8": float8_experts,
     "sums over peers": sums_over_peers,
+    "sums of parts": sums_of_parts,
     "routing": routing,
     "optimizers": lambda: optimizer(False),
     "optimizers on device numbers": lambda: optimizer(True),

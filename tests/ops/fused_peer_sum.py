@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megascale.ops import dispatch
-from megascale.ops.peer_sum import BLOCK, sum_over_peers
+from megascale.ops.peer_max import RELEASED
+from megascale.ops.peer_sum import BLOCK, MAX_RANKS, PARTS_BLOCK_BYTES, PeerSum, sum_over_peers, sum_parts
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -56,3 +57,51 @@ def test_sums_of_narrow_parts_are_rounded_once():
         with dispatch.Kernels(mode).as_current():
             sum_over_peers(local, received, 0, out)
         assert out.item() == 258.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+def test_sums_of_parts_have_the_bits_of_sums_over_peers(dtype, ranks, blocks):
+    """Two programs take the blocks in turn, and the last block is not full."""
+    count = blocks * PARTS_BLOCK_BYTES // 8 // dtype.itemsize + 5
+    generator = torch.Generator().manual_seed(count)
+    parts = (torch.randn(ranks, count, generator=generator) * 10.0 ** torch.arange(ranks)[:, None]).to(dtype)
+    for mode in ("fused", "reference"):
+        with dispatch.Kernels(mode).as_current():
+            expected, out = torch.ones(2, count, dtype=dtype)
+            sum_over_peers(parts[0], parts[1:], 0, expected)
+            sum_parts(list(parts), out, programs=2)
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("ranks", [1, MAX_RANKS + 1])
+def test_other_numbers_of_parts_are_refused(ranks):
+    with pytest.raises(ValueError, match=f"2 to 8 parts, not {ranks}"):
+        sum_parts([torch.zeros(4)] * ranks, torch.zeros(4), programs=2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_sum_signals_its_peers_and_awaits_them(ranks):
+    words = [torch.zeros(ranks, dtype=torch.int64) for _ in range(ranks)]
+    sums = [PeerSum(rank, words, programs=2) for rank in range(ranks)]
+    count = 3 * PARTS_BLOCK_BYTES // 8 // 4 + 5
+    for call in (1, 2, 3):
+        parts = torch.randn(ranks, count, generator=torch.Generator().manual_seed(call))
+        expected, out = torch.empty(2, count)
+        sum_over_peers(parts[0], parts[1:], 0, expected)
+        for rank in range(ranks):
+            for peer in range(ranks):
+                if peer != rank:
+                    words[rank][peer] = call  # as if all peers had begun the call
+            sums[rank](list(parts), out, lambda launch: launch())
+            assert torch.equal(out, expected)
+            for peer in range(ranks):
+                assert words[peer][rank] == (0 if peer == rank else call)
+
+
+def test_released_words_end_a_sum_that_awaits_a_dead_peer():
+    words = [torch.full((2,), RELEASED), torch.zeros(2, dtype=torch.int64)]
+    peer_sum = PeerSum(0, words, programs=2)
+    for _ in range(3):  # later calls end as well
+        peer_sum([torch.ones(8), torch.ones(8)], torch.empty(8), lambda launch: launch())

@@ -40,6 +40,10 @@ def test_compiles_without_spills_and_moves_whole_vectors(name: str) -> None:
         if kernel in ("_count_kernel", "_place_kernel"):
             assert "ld.global.v2.b64" in ptx, f"{kernel} reads choices in pieces"
             continue
+        if kernel == "_sum_parts_kernel":
+            copies = re.findall(r"cp\.async\.\S+ \[[^\]]*\], \[[^\]]*\], (\w+)", ptx)
+            assert set(copies) == {"0x10"}, f"{kernel} loads parts in pieces of {set(copies)} bytes, not 16"
+            continue
         # GeLU's backward reads 8 bytes per thread, with more threads.
         width = "[24]" if kernel == "_activation_kernel" and "glu" not in name else "4"
         assert re.search(rf"ld\.global\S*\.v{width}\.b32", ptx), f"{kernel} reads in pieces"

@@ -13,7 +13,7 @@ from megascale.config import load
 from megascale.ops.peer_max import RELEASED, WORD_BYTES, PeerMax
 from megascale.parallel import symmetric
 from megascale.parallel.collectives import Axis
-from megascale.parallel.copy_plan import IN_ORDER, SERIAL, TOGETHER
+from megascale.parallel.copy_plan import IN_ORDER, TOGETHER, TWO_QUEUES, CopyPlan
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.runtime import Runtime
 from megascale.parallel.symmetric import FLAG_BYTES, CudaStreams
@@ -198,9 +198,11 @@ def test_flags_of_each_queue_of_copies_precede_its_copies(host_streams):
 @pytest.mark.parametrize(
     ("plan", "flag_nodes_and_copies"),
     [
-        (SERIAL, ["wwff", "copy", "copy"]),
+        (CopyPlan(waits_first=True), ["wwff", "copy", "copy"]),
+        (TWO_QUEUES, ["wwff", "copy", "copy"]),
+        (TOGETHER, ["wwff", "copy", "copy"]),
         (IN_ORDER, ["wwf", "copy", "f", "copy"]),
-        (TOGETHER, ["ww", "f", "copy", "f", "copy"]),
+        (CopyPlan(queues=0), ["ww", "f", "copy", "f", "copy"]),
     ],
 )
 def test_nodes_of_a_captured_gather_of_three_ranks(host_streams, monkeypatch, plan, flag_nodes_and_copies):
@@ -210,10 +212,17 @@ def test_nodes_of_a_captured_gather_of_three_ranks(host_streams, monkeypatch, pl
     memory = [torch.zeros(Exchange.count_buffer_bytes(3, 64), dtype=torch.uint8) for _ in range(3)]
     exchange = Exchange(0, 3, memory, 64, streams)
     exchange.copy_plan = plan
-    streams._driver.submitted.clear()
+    # Main copies this rank's shard for the peers, and then into the result.
+    assert list_gather_nodes(exchange) == ["copy", "copy", *flag_nodes_and_copies]
+
+
+def list_gather_nodes(exchange: Exchange, lend: bool = False) -> list[str]:
+    """Return the nodes of a captured gather: "copy", or the letters of a node of flags."""
+    submitted = exchange._streams._driver.submitted  # type: ignore[attr-defined]
+    submitted.clear()
     with exchange.capture():
-        exchange.gather(torch.zeros(16))()
-        operations = list(streams._driver.submitted)
+        exchange.gather(torch.zeros(16), lend=lend)()
+        operations = list(submitted)
     letters = {symmetric._WRITE_VALUE: "w", symmetric._WAIT_VALUE: "f"}
     nodes = []
     for operation in operations:
@@ -221,8 +230,16 @@ def test_nodes_of_a_captured_gather_of_three_ranks(host_streams, monkeypatch, pl
             nodes.append("".join(letters[kind] for kind in operation).replace("fw", "f"))
         elif operation == "copy":
             nodes.append(operation)
-    # Main copies this rank's shard for the peers, and then into the result.
-    assert nodes == ["copy", "copy", *flag_nodes_and_copies]
+    return nodes
+
+
+def test_nodes_of_a_captured_gather_with_pushes(host_streams, monkeypatch):
+    """Pushes come first, then the copy of the own shard on main and one node of flags."""
+    monkeypatch.setitem(vars(symmetric.torch_private), "current_raw_stream", lambda device: 5)
+    memory = [torch.zeros(Exchange.count_buffer_bytes(3, 64), dtype=torch.uint8) for _ in range(3)]
+    lent_memory = [torch.zeros(Exchange.count_lent_bytes(3, 64), dtype=torch.uint8) for _ in range(3)]
+    exchange = Exchange(0, 3, memory, 64, host_streams.make(0), lent_memory=lent_memory)
+    assert list_gather_nodes(exchange, lend=True) == ["copy", "copy", "copy", "wwff"]
 
 
 def test_an_engine_whose_ranks_agree_on_an_exchange_is_made_anew_also_where_there_is_none(monkeypatch, tmp_path):

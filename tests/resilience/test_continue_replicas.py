@@ -24,10 +24,14 @@ KEEP = "--resilience.keep_seconds=60"  # on a busy machine a rank takes its time
 SETTINGS = ["--parallel.data=3", "--train.global_batch=4", "--train.micro_batch=1", "--train.precision=float64"]
 
 
-def test_a_job_goes_on_without_a_node_and_takes_it_in_again(launch, megascale, tiny, tmp_path) -> None:
+@pytest.mark.parametrize("prepared_groups", [False, True])
+def test_a_job_goes_on_without_a_node_and_takes_it_in_again(
+    prepared_groups: bool, launch, megascale, tiny, tmp_path
+) -> None:
     steps = SETTINGS + ["--train.steps=60", "--checkpoint.interval=60"]
     # 4 micro-batches are uneven for three replicas, and even for two.
-    job = launch("broken", "--nodes=3", *steps, *CONTINUED, "--resilience.window=20", "--checkpoint.linger=40", KEEP)
+    job = launch("broken", "--nodes=3", *steps, *CONTINUED, "--resilience.window=20", "--checkpoint.linger=40", KEEP,
+                 f"--rendezvous.prepared_groups={str(prepared_groups).lower()}")  # fmt: skip
     job.until("first_step")
     job.until_step(6)
     job.kill_rank(1)
@@ -49,6 +53,9 @@ def test_a_job_goes_on_without_a_node_and_takes_it_in_again(launch, megascale, t
     logs = "".join(file.read_text() for file in (job.run / "logs").glob("rank-*.log"))
     assert logs.count("0 of 2 slots as before") == 3, logs
     assert logs.count("2 of 2 slots as before") == 2 + 3, logs
+    assert logs.count("were made during the attempt before") == prepared_groups, logs
+    assert logs.count("warmed up the groups of the next attempt") == 2 * prepared_groups, logs
+    assert logs.count("aborted the groups of the attempt before") == 2 * prepared_groups, logs
 
     calm = megascale("train", tiny, *steps, "--train.name=calm", "--parallel.data=1")
     assert calm.returncode == 0, calm.stderr
@@ -118,6 +125,18 @@ def test_a_job_that_could_not_go_on_is_refused(tiny, words: list[str], ranks: in
         (["--checkpoint.memory_interval=0", "--checkpoint.memory_wait=false"], "copies in other hosts' memory"),
         (["--resilience.replay_interval=5"], "replay_interval=5 compares replicas with equal"),
         (["--foreign.command=['python', 'train.py']"], "foreign.command names another trainer"),
+        (
+            ["--resilience.continue_replicas=false", "--rendezvous.prepared_groups=true"],
+            "rendezvous.prepared_groups=true makes the groups .* set --resilience.continue_replicas=true",
+        ),
+        (
+            ["--resilience.keep_seconds=0", "--rendezvous.prepared_groups=true"],
+            "rendezvous.prepared_groups=true needs processes that stay .* set --resilience.keep_seconds=3",
+        ),
+        (
+            ["--rendezvous.url=redis://host:1", "--rendezvous.prepared_groups=true"],
+            "rendezvous.url=redis://host:1 names another one; set --rendezvous.url=env://",
+        ),
     ],
 )
 def test_settings_that_exclude_it_are_refused_by_name(tiny, words: list[str], message: str) -> None:

@@ -8,7 +8,9 @@ import itertools
 import json
 import shutil
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,13 +20,18 @@ from safetensors.torch import load_file
 from megascale import api
 from megascale.checkpoint.complete_checkpoint import open_checkpoint
 from megascale.cli.trained_run import _talk
-from megascale.config import from_tree
+from megascale.config import ModelConfig, from_tree
 from megascale.core.adapters import is_adapter
 from megascale.core.layout import lay_out
 from megascale.data.prepare.chat_builder import build_chat
+from megascale.data.tokenizer.chat_template import ChatTemplate
+from megascale.data.tokenizer.tokenizer import train_tokenizer
 from megascale.errors import ConfigError, DataError
+from megascale.model.transformer import Chunk
 from megascale.optim.learning_rate import compute_learning_rate
+from megascale.train.chat import ChatSession
 from megascale.train.engine import Engine
+from megascale.train.generation import Sampling
 from megascale.train.restore import restore_model
 from tests.conftest import lines
 
@@ -306,3 +313,18 @@ def test_a_run_without_a_template_cannot_talk(tiny, megascale, tmp_path) -> None
     run = megascale("generate", tmp_path / "runs" / "tiny", "--chat")
     assert run.returncode in (2, 4)
     assert "tokenizer" in run.stderr
+
+
+def test_a_system_message_that_the_template_leaves_out_is_refused() -> None:
+    """The conversation would go on without it."""
+    chunk = Chunk(ModelConfig(layers=1, hidden=8, heads=1, vocab_size=300), range(1), is_first=True, is_last=True)
+    tokenizer = train_tokenizer(["Be brief."], 300)
+    source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    for condition, is_refused in (("", False), (" if m.role != 'system'", True)):
+        template = ChatTemplate(source.replace(" %}<", f"{condition} %}}<"), {}, "template")
+        for system in ("", "Be brief."):
+            expectation: AbstractContextManager[Any] = nullcontext()
+            if system and is_refused:
+                expectation = pytest.raises(DataError, match=r"leaves out .* role system, so --system has no effect")
+            with expectation:
+                ChatSession(chunk, tokenizer, template, ends=set(), sampling=Sampling(), tokens=1, system=system)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import pytest
+import torch
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from megascale import api
+from megascale.config import ModelConfig
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.huggingface_file import HuggingFaceTokenizer
-from megascale.errors import ConfigError
-from megascale.train.generation import decode_stream
+from megascale.errors import ConfigError, DataError
+from megascale.train.generation import Sampling, decode_stream, explain_long_prompt, sample_token
 
 TEXT = "people like green people and green people like naïve 中文"
 SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -88,3 +91,36 @@ def test_a_stop_that_begins_with_a_blank_is_seen_at_the_first_word(kind):
 def test_an_empty_stop_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="--stop is an empty text"):
         next(api.generate(tmp_path, "def", stop=["end", ""]))
+
+
+def test_logits_that_are_not_numbers_end_the_text_with_a_reason():
+    generator = torch.Generator().manual_seed(1)
+    for value in (torch.nan, torch.inf):
+        logits = torch.tensor([0.0, value, 1.0])
+        for temperature in (0.0, 0.8):
+            with pytest.raises(DataError, match="logits are NaN or infinite"):
+                sample_token(logits, Sampling(temperature), generator)
+
+
+def test_a_temperature_near_zero_takes_the_most_likely_token():
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.tensor([1.0, 3.0, 2.0])
+    for temperature in (1e-6, 1e-30, 1e-42, 1e-300):
+        assert sample_token(logits, Sampling(temperature), generator) == 1
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"temperature": math.nan}, {"temperature": -1.0}, {"top_p": math.nan}, {"top_p": 1.5}, {"top_k": -1}]
+    + [{"repetition_penalty": value} for value in (0.0, math.nan, math.inf)],
+)
+def test_sampling_out_of_range_is_refused(values):
+    [name] = values
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}="):
+        Sampling(**values)
+
+
+def test_a_prompt_beyond_the_trained_positions_gets_a_note():
+    model = ModelConfig(sequence_length=4)
+    assert explain_long_prompt([1] * 4, model) == ""
+    assert "5 tokens, more than model.sequence_length=4" in explain_long_prompt([1] * 5, model)

@@ -17,8 +17,16 @@ import torch.distributed as dist
 
 from megascale import config, torch_private
 from megascale.core.exit_record import ExitKind, find_exit_record
+from megascale.core.grid import Grid
 from megascale.core.layout import lay_out
-from megascale.core.process_orders import DYING_VARIABLE, PREPARED_VARIABLE, Park, Resume, encode_order
+from megascale.core.process_orders import (
+    DYING_VARIABLE,
+    PREPARED_VARIABLE,
+    Park,
+    PrepareGroups,
+    Resume,
+    encode_order,
+)
 from megascale.core.status import PARKED, read_status
 from megascale.errors import TrainingError
 from megascale.observe.hang.flight import read_flight
@@ -26,7 +34,7 @@ from megascale.parallel.peer_watch import Member, PeerWatch, describe_process, h
 from megascale.parallel.runtime import Runtime
 from megascale.rendezvous import start_job
 from megascale.rendezvous.abort import list_groups
-from megascale.rendezvous.groups import shutdown
+from megascale.rendezvous.groups import Groups, shutdown
 from megascale.train import parking as parking_module
 from megascale.train.engine_axes import make_axis, make_p2p_streams
 from megascale.train.loop import Trainer
@@ -51,7 +59,7 @@ def test_an_order_to_leave_that_follows_the_order_to_resume_at_once_counts(monke
     for thread in threading.enumerate():
         if thread.name == "megascale-orders":
             thread.join()
-    parking._join_attempt()
+    parking._set_environment(parking._await_resume())
     assert os.environ["MEGASCALE_ATTEMPT"] == "2"
     with pytest.raises(LeaveAttempt):
         parking.check()
@@ -235,8 +243,11 @@ def parking(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Parking, int]]:
     """A parking in attempt 1, and the end of the pipe to which its orders are written."""
     monkeypatch.setenv("MEGASCALE_ATTEMPT", "1")
     reading_end, writing_end = os.pipe()
-    yield Parking(reading_end), writing_end
+    parking = Parking(reading_end)
+    yield parking, writing_end
     os.close(writing_end)
+    parking._drop_groups("the test has ended")
+    await_condition(lambda: "megascale-groups" not in [thread.name for thread in threading.enumerate()])
 
 
 def list_watch_threads() -> list[str]:
@@ -363,3 +374,104 @@ def test_the_first_step_of_an_engine_that_stays_uses_the_cached_memory(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     parking_module._free_memory(keeps_cache=keeps_cache)
     assert calls == ["emptied"] * is_emptied
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
+    """The store of attempt 1, which this process serves."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def begin_preparation(parked: Parking, orders: int, store: dist.TCPStore, world: int) -> None:
+    """Order groups for `world` ranks of attempt 2, and begin to make them."""
+    os.write(orders, encode_order(PrepareGroups(1, 3, 0, world, world, ("127.0.0.1", store.port))))
+    await_condition(lambda: parked._groups_order is not None)
+    info = RankInfo(0, 1, 0, 1, torch.device("cpu"))
+    grid = Grid.from_world_size(1)
+    groups = Groups(grid, 0, grid.coordinate(0), info.device, root_store=store)
+    parked.start_preparation(config.load(None, []), info, groups)
+    assert parked.preparation is not None
+
+
+def await_condition(is_met: Any) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not is_met():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("after_step", [False, True])
+def test_an_order_to_leave_during_a_preparation_drops_it(after_step: bool, parking, store) -> None:
+    parked, orders = parking
+    begin_preparation(parked, orders, store, world=2)  # the other rank never comes
+    preparation = parked.preparation
+    os.write(orders, encode_order(Park(1, after_step)))
+    preparation.wait()
+    await_condition(lambda: "megascale-groups" not in [thread.name for thread in threading.enumerate()])
+    assert preparation.failure
+    assert parked.decide_stay(LeaveAttempt("the rank leaves the attempt after step 7"))
+    assert not parked.keeps_groups
+    assert not parked.doubt
+
+
+@pytest.mark.parametrize("after_step", [False, True])
+def test_complete_groups_survive_an_order_to_leave_after_a_step_only(after_step: bool, parking, store) -> None:
+    parked, orders = parking
+    begin_preparation(parked, orders, store, world=1)
+    preparation = parked.preparation
+    await_condition(lambda: preparation.is_connected)
+    assert preparation.warm_up(SECONDS)
+    os.write(orders, encode_order(Park(1, after_step)))
+    await_condition(lambda: parked.must_leave_after_step or parked.must_leave_now)
+    if not after_step:
+        await_condition(lambda: preparation.failure)
+    assert parked.decide_stay(LeaveAttempt("the rank leaves the attempt after step 7"))
+    assert (parked.keeps_groups, preparation.is_warm) == (after_step, after_step)
+
+
+def test_another_order_replaces_a_preparation_and_one_of_another_attempt_does_not(parking, store) -> None:
+    parked, orders = parking
+    begin_preparation(parked, orders, store, world=2)
+    first = parked.preparation
+    os.write(orders, encode_order(PrepareGroups(4, 9, 0, 2, 2, ("127.0.0.1", store.port))))
+    os.write(orders, encode_order(PrepareGroups(1, 5)))  # the driver withdraws it
+    await_condition(lambda: first.failure)
+    assert first.failure == "the driver has ordered other groups or none"
+    assert parked._groups_order is None
+    begin_preparation(parked, orders, store, world=1)
+    assert parked.preparation is not first
+
+
+def test_a_process_that_joins_reports_when_its_preparation_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parking, store
+) -> None:
+    parked, orders = parking
+    for name, value in ((PREPARED_VARIABLE, "1"), ("MEGASCALE_NODE", "n0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(parking_module, "warm_up", lambda *_, **__: None)
+    options = [f"--train.runs={tmp_path}", "--checkpoint.background=false", "--model.vocab_size=32"]
+    settings = config.load(None, options)
+    info = RankInfo(0, 1, 0, 1, torch.device("cpu"))
+
+    def read_record() -> Any:
+        files = list((settings.run_folder / "status").glob("*.status"))
+        return read_status(files[0]) if files else None
+
+    waiting = threading.Thread(target=parked.wait_for_first_attempt, args=(settings, info), daemon=True)
+    waiting.start()
+    await_condition(lambda: (record := read_record()) is not None and record.phase == PARKED)
+    first_time = read_record().time_ns
+    # The process has waited for several attempts, so its own number is an earlier one.
+    os.write(orders, encode_order(PrepareGroups(3, 3, 0, 2, 2, ("127.0.0.1", store.port))))
+    await_condition(lambda: parked.preparation is not None)
+    dist.PrefixStore("prepared/3", store).wait(["present/count"])
+    assert read_record().time_ns == first_time
+    os.write(orders, encode_order(Park(3, after_step=True)))
+    await_condition(lambda: read_record().time_ns > first_time)
+    assert parked.preparation.failure == "the next attempt begins before they are complete"
+    os.write(orders, encode_order(Resume({"MEGASCALE_ATTEMPT": "4"})))
+    waiting.join(SECONDS)
+    assert not waiting.is_alive()
+    assert os.environ["MEGASCALE_ATTEMPT"] == "4"
+    assert read_record() is None

@@ -198,6 +198,7 @@ def generate(
         step=step,
         device=device,
         context=context,
+        on_note=lambda note: typer.echo(f"note: {note}", err=True),
     )
     if as_json:
         print_json({"prompt": text, "text": "".join(pieces)})

@@ -187,6 +187,12 @@ class RendezvousConfig(Section):
         description="make a rank's NCCL communicators at the same time, not one after the other; up to 16 ranks of "
         "a later attempt also connect meanwhile for the exchange of their state",
     )
+    prepared_groups: bool = Field(
+        False,
+        description="make the groups with which missing replicas join while the others still train, and abort the old "
+        "ones after the second step; needs resilience.continue_replicas, and memory of each GPU for a second set of "
+        "communicators",
+    )
 
     _expand_paths = field_validator("tls_ca", "tls_certificate", "tls_key")(expand_home)
 

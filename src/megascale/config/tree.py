@@ -160,6 +160,8 @@ class Config(Section):
             )
         if self.resilience.continue_replicas:
             self._check_continued_replicas()
+        if self.rendezvous.prepared_groups:
+            self._check_prepared_groups()
         if self.requested_determinism and self.kernels.attention == "cudnn":
             raise ValueError(
                 f"resilience.replay_interval={self.resilience.replay_interval} compares bits, and "
@@ -192,6 +194,25 @@ class Config(Section):
             raise ValueError(
                 f"{key} runs blank micro-batches, whose tokens experts do not count, and kernels.graphs=on cannot "
                 "capture these; set --kernels.graphs=auto, which captures only steps with all replicas"
+            )
+
+    def _check_prepared_groups(self) -> None:
+        key = "rendezvous.prepared_groups=true"
+        if not self.resilience.continue_replicas:
+            raise ValueError(
+                f"{key} makes the groups with which missing replicas join, and resilience.continue_replicas=false "
+                "trains only with all replicas; set --resilience.continue_replicas=true, or leave "
+                "rendezvous.prepared_groups out"
+            )
+        if self.resilience.keep_seconds == 0:
+            raise ValueError(
+                f"{key} needs processes that stay for the next attempt, and resilience.keep_seconds=0 starts new ones; "
+                "set --resilience.keep_seconds=3, or leave rendezvous.prepared_groups out"
+            )
+        if not self.rendezvous.url.startswith("env://"):
+            raise ValueError(
+                f"{key} uses the store that rank 0 serves, and rendezvous.url={self.rendezvous.url} names another one; "
+                "set --rendezvous.url=env://, or leave rendezvous.prepared_groups out"
             )
 
     def _check_copied_reductions(self) -> None:

@@ -105,6 +105,8 @@ class MemoryEstimate:
         graph_buffers: memory that CUDA graphs need in addition (parallel/chunk_graphs.py): temporaries of each
             micro-batch in flight, inputs and outputs. With data parallelism one micro-batch may run eagerly, and its
             activations count too; not with ZeRO-3, and with ZeRO-2 only if weights have copies.
+        prepared_groups: NCCL's second set of communicators, with rendezvous.prepared_groups
+            (core/communicator_memory.py).
     """
 
     weights: int = 0
@@ -117,6 +119,7 @@ class MemoryEstimate:
     tensor_buffers: int = 0
     pipeline_buffers: int = 0
     graph_buffers: int = 0
+    prepared_groups: int = 0
 
     @property
     def total(self) -> int:

@@ -371,6 +371,8 @@ def _suggest_smaller_tensors(config: Config, has_graphs: bool = False, has_stand
     options = []
     if has_standby:
         options.append("--resilience.standby_processes=false")
+    if config.rendezvous.prepared_groups:
+        options.append("--rendezvous.prepared_groups=false")
     if has_graphs:
         options.append("--kernels.graphs=auto")
     if config.train.micro_batch > 1:

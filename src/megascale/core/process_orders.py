@@ -46,10 +46,31 @@ class Resume(msgspec.Struct, frozen=True, tag_field="do", tag="resume"):
     data: int = 0
 
 
-_DECODER = msgspec.json.Decoder(Park | Resume)
+class PrepareGroups(msgspec.Struct, frozen=True, tag_field="do", tag="prepare_groups"):
+    """Order to make the groups of the next attempt while the present one trains, or to drop them if `world` is 0.
+
+    Attributes:
+        attempt: index of the present attempt; a process in another attempt ignores the order.
+        number: number of the preparation.
+        rank: rank of this process in the next attempt.
+        world: number of ranks of the next attempt.
+        data: data-parallel size of the next attempt.
+        master: host and port of the present attempt's store.
+    """
+
+    attempt: int
+    number: int
+    rank: int = 0
+    world: int = 0
+    data: int = 0
+    master: tuple[Annotated[str, Meta(max_length=1000)], int] = ("", 0)
 
 
-def encode_order(order: Park | Resume) -> bytes:
+ProcessOrder = Park | Resume | PrepareGroups
+_DECODER = msgspec.json.Decoder(ProcessOrder)
+
+
+def encode_order(order: ProcessOrder) -> bytes:
     """Return an order as a line of JSON. Raises ValueError if the line is too long."""
     line = msgspec.json.encode(order) + b"\n"
     if len(line) > MAX_ORDER_BYTES:
@@ -57,7 +78,7 @@ def encode_order(order: Park | Resume) -> bytes:
     return line
 
 
-def read_orders(descriptor: int) -> Iterator[Park | Resume]:
+def read_orders(descriptor: int) -> Iterator[ProcessOrder]:
     """Yield the orders from a pipe as they arrive, until the writer closes it. Damaged lines are skipped."""
     buffer = b""
     while data := os.read(descriptor, 65536):

@@ -7,12 +7,14 @@ same run.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megascale.config import Config
 from megascale.config.parts import ACTIVATIONS, ATTENTIONS, BLOCKS, LINEAR_PRECISIONS, MLPS, NORMS
 from megascale.config.registry import Registry
 from megascale.core.adapters import AdapterSpec
+from megascale.core.communicator_memory import estimate_prepared_groups
 from megascale.core.flops import layer_flops
 from megascale.core.grid import Grid
 from megascale.core.inventory import count_distinct_layers, has_experts
@@ -51,17 +53,19 @@ def estimate_rank_memory(
     else:
         reason = explain_no_graphs(config, grid)
     if reason:
-        return _estimate(config, grid, schedule, stage, graphs=False), reason
-    memory = _estimate(config, grid, schedule, stage, graphs=True)
+        return _estimate(config, grid, schedule, stage, graphs=False, has_gpu=has_gpu), reason
+    memory = _estimate(config, grid, schedule, stage, graphs=True, has_gpu=True)
     if available_bytes is None or config.kernels.graphs == "on" or memory.total <= available_bytes:
         return memory, ""
     gib = memory.graph_buffers / 2**30
     reason = f"graph buffers of {gib:.1f} GiB do not fit in the remaining memory; --kernels.graphs=on tries anyway"
-    return _estimate(config, grid, schedule, stage, graphs=False), reason
+    return _estimate(config, grid, schedule, stage, graphs=False, has_gpu=has_gpu), reason
 
 
-def _estimate(config: Config, grid: Grid, schedule: Schedule, stage: int, graphs: bool) -> MemoryEstimate:
-    return estimate_stage_memory(
+def _estimate(
+    config: Config, grid: Grid, schedule: Schedule, stage: int, *, graphs: bool, has_gpu: bool
+) -> MemoryEstimate:
+    memory = estimate_stage_memory(
         config.model,
         config.parallel,
         grid=grid,
@@ -78,6 +82,9 @@ def _estimate(config: Config, grid: Grid, schedule: Schedule, stage: int, graphs
         expert_rows=config.kernels.expert_rows,
         reduces_by_copies=config.overlap.reductions == "copies",
     )
+    if not has_gpu:
+        return memory
+    return replace(memory, prepared_groups=estimate_prepared_groups(config, grid))
 
 
 def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:

@@ -12,6 +12,7 @@ import stat
 from pathlib import Path
 
 _MAX_NAME_CHARACTERS = 255
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # beginning of a file that Git LFS has not downloaded
 
 
 def is_plain_name(name: str) -> bool:
@@ -47,6 +48,15 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
         if size > max_bytes:
             raise ValueError(f"it is {size:,} bytes long, at most {max_bytes:,} are allowed")
         return file.read(size)
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether a file is a pointer of Git LFS in the position of a file that was not downloaded."""
+    try:
+        with open(path, "rb", opener=open_regular) as file:
+            return file.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError:
+        return False
 
 
 def is_small_file(path: Path, max_bytes: int = 1 << 20) -> bool:

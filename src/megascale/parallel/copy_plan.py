@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-# Parts of at least this many bytes are copied one after another if a rank has several peers. Measured on four H200 in
-# graphs (dev/log.md, 2026-11-27), one after another and at the same time, in GB/s of the whole tensor:
-#
-#   bytes of a part   gather     scatter    all-to-all
-#    2.5e6            130, 142   125, 127   138, 159
-#    5e6              196, 198   183, 170   210, 200
-#   10e6              281, 257   243, 220   290, 239
-#
-# Three copies at the same time share a link at a lower rate than one copy has.
-SERIAL_BYTES = 4_000_000
+Operation = Literal["gather", "scatter", "all_to_all"]
 
 
 @dataclass(frozen=True)
@@ -25,29 +17,44 @@ class CopyPlan:
         waits_first: await the flags of all peers before the first copy. Flags between two copies would be more nodes
             of a graph. An all-to-all then writes all parts before the first copy.
         piece_bytes: length of the pieces that are copied from the peers in turn; 0: whole parts.
+        sum_programs: programs of the kernel that sums a scatter's parts in the peers' memory; 0: copy engines bring
+            the parts before they are summed.
+        awaits_in_kernel: let the kernel of `Exchange.peer_sum`, which has its own number of programs, await the peers.
+            This is the same on all ranks.
     """
 
     queues: int = 1
     waits_first: bool = False
     piece_bytes: int = 0
+    sum_programs: int = 0
+    awaits_in_kernel: bool = False
 
 
 IN_ORDER = CopyPlan()
-SERIAL = CopyPlan(waits_first=True)
-TOGETHER = CopyPlan(queues=0)
+TOGETHER = CopyPlan(queues=0, waits_first=True)
+TWO_QUEUES = CopyPlan(queues=2, waits_first=True)
+# Pushes signal after their copies, so no flag precedes a copy.
+PUSHED = CopyPlan(queues=2)
+
+# Measured on four H200 (dev/log.md, 2026-11-27, tenth): GB/s of the whole tensor at 10, 20 and 40 MB in a graph of one
+# call, then the same for eight calls.
+#
+#                        gather                        scatter                       all-to-all
+#   NCCL                 188 261 315                   156 281 307                   153 242 306
+#   one queue            140 213 298, 164 237 320      138 206 267, 155 223 294      165 241 320, 193 273 346
+#   TWO_QUEUES           166 238 314, 193 264 336      177 246 300, 175 238 298      193 274 340, 191 268 334
+#   TOGETHER             157 236 314, 187 266 342      120 163 201, 179 241 298      196 274 348, 220 294 364
+#   PUSHED               224 304 363, 217 300 352      131 198 258, 155 216 255      212 295 362, 210 294 357
+_CAPTURED_PLANS: dict[Operation, CopyPlan] = {
+    "gather": TWO_QUEUES,
+    "scatter": TWO_QUEUES,
+    "all_to_all": TOGETHER,
+}
 
 
-def choose_plan(nbytes: int, is_captured: bool, has_work: bool = False) -> CopyPlan:
-    """Return the order of copies of parts of `nbytes`.
-
-    Args:
-        has_work: whether the call writes its parts while it copies.
-    """
+def choose_plan(operation: Operation, is_captured: bool) -> CopyPlan:
+    """Return the order of the copies of an operation."""
     if not is_captured:
         # Outside of a graph, the events that order several queues would cost the host more than they save.
         return IN_ORDER
-    if nbytes < SERIAL_BYTES:
-        return TOGETHER
-    if has_work:
-        return IN_ORDER
-    return SERIAL
+    return _CAPTURED_PLANS[operation]

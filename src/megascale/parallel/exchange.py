@@ -23,6 +23,12 @@ Memory that a rank changes rarely, such as its shard of the parameters, is gathe
 Gradients are reduced without a copy into a buffer too (`reduce_from_peers`). Such a call ends when the peers have read
 them.
 
+The copies of a gather can also be pushes into memory of the exchange (`gather` with `lend`, in captures). A push needs
+no flag before its copies, and the shard is not copied for the peers. Results lie in two slots in turn. A rank pushes
+result n + 2 after it has seen the flag of result n + 1 from every peer. A peer sends that flag after its main queue has
+read result n, because a lent result may be read only before the next lent gather begins. A capture ends with a call
+without data, so the next capture pushes after all reads in this one. Reads after the capture would have no such flag.
+
 A peer that dies or hangs sets no flag. The exchange's watch (peer_watch.py) then ends the waits of this rank, in graphs
 too, and the next call, replay or `check` raises TrainingError.
 """
@@ -40,12 +46,14 @@ import torch
 
 from megascale.core.spans import SpanAxis, SpanKind
 from megascale.ops.peer_max import PeerMax
-from megascale.ops.peer_sum import sum_over_peers
-from megascale.parallel.copy_plan import CopyPlan, choose_plan
+from megascale.ops.peer_sum import MAX_RANKS, PeerSum, sum_over_peers, sum_parts
+from megascale.parallel.copy_plan import PUSHED, CopyPlan, Operation, choose_plan
 from megascale.parallel.peer_watch import PeerWatch
 from megascale.parallel.runtime import Runtime
 
 BUFFERS = 2  # buffers for gathers, and as many for scatters: peers may still read the previous one
+LENT_SLOTS = 2  # results of gathers that lie in memory of the exchange, used in turn
+_ALIGN_BYTES = 512  # alignment of lent slots
 
 
 class Streams(Protocol):
@@ -134,6 +142,7 @@ class _CallState:
     Attributes:
         call_number: number of the last call.
         gather_count, scatter_count: number of gathers and scatters so far, which chooses the buffer of the next one.
+        lent_count: number of pushed results so far, which chooses the slot of the next one.
         nbytes: bytes that the calls move, over all ranks.
         gather_event: event on copy after which peers have read the gather before the last one.
         open_buffers: indices of scatter buffers that peers may still read until the next call ends.
@@ -143,6 +152,7 @@ class _CallState:
     call_number: int = 0
     gather_count: int = 0
     scatter_count: int = 0
+    lent_count: int = 0
     nbytes: int = 0
     gather_event: Any = None
     open_buffers: set[int] = field(default_factory=set)
@@ -168,12 +178,14 @@ class Exchange:
         runtime: the rank's runtime.
         kind: axis of the grid whose waits the timers record.
         peer_memory: additional memory of each rank, which peers read without a copy into a buffer, uint8.
+        lent_memory: memory of each rank for results that peers push, uint8 [`count_lent_bytes`]; empty: no call pushes.
 
     Attributes:
         peer_max: computes the maximum of a number over ranks; None if the device does not support that.
+        peer_sum: sums parts over ranks and awaits them; None if the device does not support that.
         watch: ends waits for a peer that has died; None without processes to watch.
         copy_plan: order of the copies of all calls, for measurements; None: chosen by the bytes of a part. Ranks may
-            have different plans.
+            have different plans, but not other values of `awaits_in_kernel`.
     """
 
     def __init__(
@@ -188,7 +200,9 @@ class Exchange:
         runtime: Runtime | None = None,
         kind: SpanAxis = SpanAxis.TENSOR,
         peer_memory: Sequence[torch.Tensor] = (),
+        lent_memory: Sequence[torch.Tensor] = (),
     ) -> None:
+        self._lent_memory = lent_memory
         self.peer_memory = peer_memory
         self._runtime = runtime or Runtime()
         self._kind = kind
@@ -200,6 +214,7 @@ class Exchange:
         self._memory = memory
         self._streams = streams
         self.peer_max: PeerMax | None = None
+        self.peer_sum: PeerSum | None = None
         self.watch: PeerWatch | None = None
         self.copy_plan: CopyPlan | None = None
         self._begun_count = 0
@@ -217,6 +232,11 @@ class Exchange:
     def count_buffer_bytes(size: int, shard_bytes: int) -> int:
         """Return the bytes of the gather and scatter buffers of one rank."""
         return BUFFERS * (1 + size) * shard_bytes
+
+    @staticmethod
+    def count_lent_bytes(size: int, shard_bytes: int) -> int:
+        """Return the bytes of the slots of pushed results of one rank."""
+        return LENT_SLOTS * size * (-(-shard_bytes // _ALIGN_BYTES) * _ALIGN_BYTES)
 
     def _gather_buffer(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
         """Return every rank's buffer of a gather as a view of `shape`."""
@@ -296,20 +316,19 @@ class Exchange:
         """Let the copy queue wait for the work that main has so far."""
         self._streams.stream_wait("copy", self._streams.record_event("main"))
 
-    def _choose_plan(self, nbytes: int, has_work: bool = False) -> CopyPlan:
-        """Return the order in which a call copies parts of `nbytes`, as `choose_plan` says."""
+    def _choose_plan(self, operation: Operation) -> CopyPlan:
+        """Return the order of the copies of a call."""
         if self.copy_plan is not None:
             return self.copy_plan
-        return choose_plan(nbytes, self._is_capturing, has_work)
+        return choose_plan(operation, self._is_capturing)
 
-    def _copy_from_peers(self, copies: Sequence[PeerCopy], number: int) -> Any:
-        """Copy from each peer when it has signalled the call, in the order of the call's plan.
+    def _copy_from_peers(self, copies: Sequence[PeerCopy], number: int, plan: CopyPlan) -> Any:
+        """Copy from each peer when it has signalled the call, in the order of `plan`.
 
         Returns:
             An event after which all peers have signalled the call, or None if that is the end of the call.
         """
         streams = self._streams
-        plan = self._choose_plan(copies[0].to.nbytes)
         signalled_event = None
         if plan.waits_first:
             for copy in copies:
@@ -418,11 +437,15 @@ class Exchange:
         """Make a call without data. When it ends, every peer has ended all earlier calls."""
         number = self._begin_call()
         self._copy_waits_for_main()  # main may be reading a peer's memory
+        self._meet(number)
+        self._end_call()  # no caller needs its event
+
+    def _meet(self, number: int) -> None:
+        """Signal all peers, and wait for the signals of all."""
         for step in range(1, self.size):
             self._streams.signal((self.rank + step) % self.size, number)
         for step in range(1, self.size):
             self._streams.wait_for((self.rank - step) % self.size, number)
-        self._end_call()  # no caller needs its event
 
     # gather ---------------------------------------------------------------------------------------------------------
 
@@ -453,18 +476,25 @@ class Exchange:
             streams.signal((self.rank - step) % self.size, number)  # in the order in which peers need the shard
         return number, shards
 
-    def gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def gather(self, x: torch.Tensor, lend: bool = False) -> Callable[[], torch.Tensor]:
         """All-gather x [n, ...] on dimension 0, overlapped with later work.
+
+        Args:
+            lend: whether the result may lie in memory of the exchange. Its reads must then be submitted to main before
+                this rank begins its next gather with `lend`, and within the capture.
 
         Returns:
             A function that waits and returns the gathered tensor [size * n, ...].
         """
+        if lend and self._is_capturing and self._lent_memory:
+            return self._push_gather(x)
         streams = self._streams
         out = x.new_empty((self.size, *x.shape))
         self._copy_waits_for_main()
         number, shards = self._publish_shard(x, out[self.rank])
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
-        signalled_event = self._copy_from_peers([PeerCopy(peer, out[peer], shards[peer]) for peer in peers], number)
+        copies = [PeerCopy(peer, out[peer], shards[peer]) for peer in peers]
+        signalled_event = self._copy_from_peers(copies, number, self._choose_plan("gather"))
         if not self._is_capturing:
             streams.copy(out[self.rank], x)
         end = self._end_call()
@@ -475,6 +505,45 @@ class Exchange:
             return out.flatten(0, 1)
 
         return wait
+
+    def _push_gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Gather by pushes into the peers' slots."""
+        streams = self._streams
+        number = self._begin_call(x.nbytes)
+        slots = self._next_slots(x.shape, x.dtype)
+        self._copy_waits_for_main()
+        self._push([PeerCopy(peer, slots[peer][self.rank], x) for peer in self._list_next_peers()])
+        streams.copy(slots[self.rank][self.rank], x, "main")
+        self._meet(number)
+        end = self._end_call()
+
+        def wait(source: torch.Tensor = x) -> torch.Tensor:  # the default keeps x alive until it has been copied
+            self._await(end)
+            return slots[self.rank].flatten(0, 1)
+
+        return wait
+
+    def _list_next_peers(self) -> list[int]:
+        """Return the peers in the order in which this rank serves them. Ranks begin with different peers."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def _next_slots(self, shape: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return every rank's slot of the next pushed result, as views [size, *shape]."""
+        slot_bytes = len(self._lent_memory[0]) // LENT_SLOTS
+        nbytes = self.size * math.prod(shape) * dtype.itemsize
+        if nbytes > slot_bytes:
+            raise ValueError(f"a pushed result has {nbytes} bytes; this exchange was made for {slot_bytes}")
+        start = self._state.lent_count % LENT_SLOTS * slot_bytes
+        self._state.lent_count += 1
+        views = [memory[start : start + nbytes].view(dtype) for memory in self._lent_memory]
+        return [view.view((self.size, *shape)) for view in views]
+
+    def _push(self, copies: Sequence[PeerCopy]) -> None:
+        """Copy to each peer; the copies' `to` lies in the peer's memory."""
+        plan = self.copy_plan or PUSHED
+        queues = self._fork_copies(plan)
+        self._copy_in_pieces(copies, queues, plan.piece_bytes or copies[0].to.nbytes)
+        self._join_copies(queues)
 
     def gather_from_peers(self, out: torch.Tensor, shards: Sequence[torch.Tensor]) -> Callable[[], None]:
         """All-gather shards[rank] of every rank, views of `peer_memory`, into out [size, *shape of a shard].
@@ -632,14 +701,14 @@ class Exchange:
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         sources = [(self.rank - step) % self.size for step in range(1, self.size)]
         copies = [PeerCopy(source, received[source], parts[source][self.rank]) for source in sources]
-        plan = self._choose_plan(received[0].nbytes, has_work=True)
+        plan = self._choose_plan("all_to_all")
         if plan.waits_first or plan.piece_bytes:
             for peer in peers:
                 self._run_work(write, parts[self.rank][peer], peer)
             self._copy_waits_for_main()
             for peer in peers:
                 streams.signal(peer, number)
-            self._copy_from_peers(copies, number)
+            self._copy_from_peers(copies, number, plan)
         else:
             queues = self._fork_copies(plan)
             for peer, copy, queue in zip(peers, copies, queues, strict=True):
@@ -665,19 +734,22 @@ class Exchange:
             A function that waits and returns this rank's part, summed over ranks, of `shape`.
         """
         streams = self._streams
+        plan = self._choose_plan("scatter")
         number, index, parts = self._begin_scatter(shape, like.dtype)
         own_parts = parts[self.rank]
-        received = like.new_empty((self.size - 1, *shape))
         self._run_work(write, own_parts, None)
         self._copy_waits_for_main()
+        if plan.sum_programs and self.size <= MAX_RANKS:
+            return self._sum_from_peers(index, number, [part[self.rank] for part in parts], plan)
         for step in range(1, self.size):
             streams.signal((self.rank + step) % self.size, number)
+        received = like.new_empty((self.size - 1, *shape))
         copies = []
         for step in range(1, self.size):
             source = (self.rank - step) % self.size
             row = source if source < self.rank else source - 1
             copies.append(PeerCopy(source, received[row], parts[source][self.rank]))
-        self._copy_from_peers(copies, number)
+        self._copy_from_peers(copies, number, plan)
         end = self._end_call(index)
         self._unread_buffers.add(index)
 
@@ -692,6 +764,43 @@ class Exchange:
             local_part = own_parts[self.rank].flatten()
             rows = received.flatten(1)
             streams.compute(lambda: sum_over_peers(local_part, rows, self.rank, out.view(-1)))
+            return out
+
+        return wait
+
+    def _sum_from_peers(
+        self, index: int, number: int, addends: Sequence[torch.Tensor], plan: CopyPlan
+    ) -> Callable[[], torch.Tensor]:
+        """Sum all ranks' addends of this rank's part by a kernel that reads them in the peers' memory.
+
+        Args:
+            index: index of the scatter's buffer.
+            number: number of the scatter.
+
+        Returns:
+            A function that waits and returns the sum.
+        """
+        streams = self._streams
+        out = torch.empty_like(addends[self.rank])
+        parts = [addend.view(-1) for addend in addends]
+        awaits_in_kernel = plan.awaits_in_kernel and self.peer_sum is not None
+        if not awaits_in_kernel:
+            self._meet(number)
+        # The kernel's flags say that this rank has ended its earlier copies, as all flags do.
+        streams.stream_wait("side", streams.record_event("copy"))
+        if awaits_in_kernel:
+            assert self.peer_sum is not None
+            self.peer_sum(parts, out.view(-1), partial(streams.compute, queue="side"))
+        else:
+            streams.compute(lambda: sum_parts(parts, out.view(-1), plan.sum_programs), "side")
+        # Later signals say that this rank no longer reads the addends.
+        streams.stream_wait("copy", streams.record_event("side"))
+        end = self._end_call(index)
+        self._unread_buffers.add(index)
+
+        def wait() -> torch.Tensor:
+            self._unread_buffers.discard(index)
+            self._await(end)
             return out
 
         return wait

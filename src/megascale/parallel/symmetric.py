@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megascale import torch_private
 from megascale.ops.dispatch import HAS_TRITON
 from megascale.ops.peer_max import RELEASED, WORD_BYTES, PeerMax
+from megascale.ops.peer_sum import PeerSum
 from megascale.parallel.collectives import Axis
 from megascale.parallel.exchange import Exchange, list_copy_queues
 from megascale.parallel.peer_watch import Member, PeerWatch, describe_process, make_page
@@ -43,6 +44,7 @@ def make_exchange(
     on_side_stream: bool = False,
     timeout: float = 600.0,
     peer_memory_bytes: int = 0,
+    lends: bool = False,
     exchange_type: type[Exchange] = Exchange,
 ) -> Exchange | str:
     """Return the exchange of an axis, or why it is unavailable; the same on every rank. Collective over the axis.
@@ -53,6 +55,7 @@ def make_exchange(
         on_side_stream: as for `Exchange`.
         timeout: seconds after which calls without progress end with an error.
         peer_memory_bytes: bytes of `Exchange.peer_memory` of each rank.
+        lends: allocate slots for gathers with `lend`.
         exchange_type: class of the exchange; benchmarks measure others.
     """
     if axis.size == 1:
@@ -72,7 +75,15 @@ def make_exchange(
     reason = ""
     exchange: Exchange | None = None
     try:
-        exchange, streams = _allocate(axis, shard_bytes, device, on_side_stream, peer_memory_bytes, exchange_type)
+        exchange, streams = _allocate(
+            axis,
+            shard_bytes,
+            device,
+            on_side_stream=on_side_stream,
+            peer_memory_bytes=peer_memory_bytes,
+            lends=lends,
+            exchange_type=exchange_type,
+        )
         exchange.watch = PeerWatch(
             axis.rank,
             members,
@@ -111,26 +122,36 @@ def _allocate(
     device: torch.device,
     on_side_stream: bool,
     peer_memory_bytes: int,
+    lends: bool,
     exchange_type: type[Exchange],
 ) -> tuple[Exchange, CudaStreams]:
     """Allocate symmetric memory, and return the exchange and its streams. Collective over the axis."""
     shard_bytes = -(-shard_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
     flags_start = Exchange.count_buffer_bytes(axis.size, shard_bytes)
     # After the buffers of gathers and scatters come three flags per rank: one for eager calls and two for captured
-    # calls. After the flags comes the memory of PeerMax, and then the peer memory.
+    # calls. After the flags comes the memory of PeerMax and PeerSum, then the peer
+    # memory and the slots of pushed results.
     peer_max_start = flags_start + 3 * axis.size * FLAG_BYTES
-    peer_max_stop = peer_max_start + PeerMax.count_memory_bytes(axis.size)
-    peer_memory_start = -(-peer_max_stop // _ALIGN_BYTES) * _ALIGN_BYTES
-    nbytes = peer_memory_start + peer_memory_bytes
+    peer_sum_start = peer_max_start + PeerMax.count_memory_bytes(axis.size)
+    peer_sum_stop = peer_sum_start + PeerSum.count_memory_bytes(axis.size)
+    peer_memory_start = -(-peer_sum_stop // _ALIGN_BYTES) * _ALIGN_BYTES
+    peer_memory_stop = peer_memory_start + peer_memory_bytes
+    lent_start = -(-peer_memory_stop // _ALIGN_BYTES) * _ALIGN_BYTES
+    nbytes = lent_start
+    if lends:
+        nbytes += Exchange.count_lent_bytes(axis.size, shard_bytes)
     buffer = torch_private.symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
     buffer.zero_()
     torch.cuda.synchronize(device)
     handle = torch_private.symmetric_memory.rendezvous(buffer, axis.group.group_name)
     dist.barrier(axis.group)  # the flags of all ranks are zero before a rank writes one
     memory = [handle.get_buffer(rank, buffer.shape, torch.uint8) for rank in range(axis.size)]
-    peer_max_words = [rank_memory[peer_max_start:peer_max_stop].view(torch.int64) for rank_memory in memory]
+    words = [rank_memory[peer_max_start:peer_sum_stop].view(torch.int64) for rank_memory in memory]
     flag_addresses = [rank_memory.data_ptr() + flags_start for rank_memory in memory]
-    streams = CudaStreams(axis.rank, flag_addresses, device, words=peer_max_words[axis.rank])
+    streams = CudaStreams(axis.rank, flag_addresses, device, words=words[axis.rank])
+    lent_memory: list[torch.Tensor] = []
+    if lends:
+        lent_memory = [rank_memory[lent_start:] for rank_memory in memory]
     exchange = exchange_type(
         axis.rank,
         axis.size,
@@ -141,10 +162,13 @@ def _allocate(
         on_side_stream=on_side_stream,
         runtime=axis.runtime,
         kind=axis.kind,
-        peer_memory=[rank_memory[peer_memory_start:] for rank_memory in memory],
+        peer_memory=[rank_memory[peer_memory_start:peer_memory_stop] for rank_memory in memory],
+        lent_memory=lent_memory,
     )
     if HAS_TRITON:
-        exchange.peer_max = PeerMax(axis.rank, peer_max_words)
+        peer_max_length = PeerMax.count_memory_bytes(axis.size) // WORD_BYTES
+        exchange.peer_max = PeerMax(axis.rank, [rank_words[:peer_max_length] for rank_words in words])
+        exchange.peer_sum = PeerSum(axis.rank, [rank_words[peer_max_length:] for rank_words in words])
     return exchange, streams
 
 
@@ -156,7 +180,7 @@ class CudaStreams:
     Args:
         rank: rank in the group.
         flags: address of each rank's flags: one for each peer, then two for each peer for captured calls.
-        words: words of this rank that `PeerMax` waits for, int64.
+        words: words of this rank that `PeerMax` and `PeerSum` wait for, int64.
     """
 
     def __init__(self, rank: int, flags: list[int], device: torch.device, words: torch.Tensor) -> None:

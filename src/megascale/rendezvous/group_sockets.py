@@ -33,6 +33,20 @@ def list_new_sockets(earlier_sockets: dict[int, str]) -> dict[int, str]:
     return {fd: identity for fd, identity in list_sockets().items() if earlier_sockets.get(fd) != identity}
 
 
+def select_internet_sockets(sockets: dict[int, str]) -> dict[int, str]:
+    """Return those of the given sockets that are open and use TCP, as gloo's do. Services of a host use other ones."""
+    selected = {}
+    for fd, identity in sockets.items():
+        try:
+            duplicate = os.dup(fd)
+        except OSError:
+            continue
+        with socket.socket(fileno=duplicate) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                selected[fd] = identity
+    return selected
+
+
 def cut_connections(sockets: dict[int, str]) -> int:
     """Shut down the given sockets that are still open and connected. Any thread may call this function.
 

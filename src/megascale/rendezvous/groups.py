@@ -11,11 +11,10 @@ import logging
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -24,15 +23,16 @@ from megascale import torch_private
 from megascale.core.chunk_map import ChunkMap
 from megascale.core.grid import Coordinate, Grid
 from megascale.errors import TrainingError
-from megascale.rendezvous.abort import GroupAbort
+from megascale.rendezvous.abort import GroupAbort, list_groups
 from megascale.rendezvous.agree import format_ranks
 from megascale.rendezvous.concurrent_calls import call_concurrently
+from megascale.rendezvous.group_options import WarmCall
 from megascale.rendezvous.group_plan import DIRECTIONS, GroupSpec, plan_rank_groups
 from megascale.rendezvous.group_sockets import cut_connections
+from megascale.rendezvous.prepared_groups import EarlierGroups, GroupPreparation
 from megascale.rendezvous.stores import ExternalStore, StoreFault
 
 log = logging.getLogger(__name__)
-WarmCall = Literal["all_reduce", "all_gather", "reduce_scatter"]
 # Names of torch 2.13, and of earlier releases.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -71,6 +71,7 @@ class Groups:
         root_store: store that holds the keys of `store` and of torch; `shutdown` uses it.
         sockets: gloo's connections by descriptor; `abort` uses them.
         group_abort: aborts NCCL's communicators.
+        preparation: made the backends of these groups during the attempt before; None if they are new.
     """
 
     grid: Grid
@@ -85,11 +86,15 @@ class Groups:
     root_store: dist.Store | None = field(default=None, repr=False)
     sockets: dict[int, str] = field(default_factory=dict, repr=False)
     group_abort: GroupAbort = field(default_factory=GroupAbort, repr=False)
+    preparation: GroupPreparation | None = field(default=None, repr=False)
 
     def report(self) -> str:
         """Return the start-up line: seconds in total and milliseconds by phase."""
         phases = [f"{phase} {seconds * 1e3:.0f}" for phase, seconds in self.timings.items()]
-        return f"start-up {sum(self.timings.values()):.2f} s (ms: {', '.join(phases)})"
+        text = f"start-up {sum(self.timings.values()):.2f} s (ms: {', '.join(phases)})"
+        if self.preparation is not None:
+            text += f"; the groups were made during the attempt before ({self.preparation.describe()})"
+        return text
 
 
 def make_groups(
@@ -106,6 +111,7 @@ def make_groups(
     warm_calls: Mapping[str, WarmCall] | None = None,
     name_suffix: str = "",
     concurrent_call: Callable[[], None] | None = None,
+    preparation: GroupPreparation | None = None,
 ) -> Groups:
     """Make the groups of this rank and warm them up.
 
@@ -127,6 +133,7 @@ def make_groups(
         concurrent_call: runs in a thread while NCCL makes the communicators of all groups at the same time. It may use
             the default group, whose kernels are the only ones meanwhile. If None, communicators are made one after the
             other.
+        preparation: has the backends of all groups, which are warmed up; None for new ones. Equal on every rank.
 
     Raises:
         TrainingError: a member did not come within `timeout`, or ended. The message names the group's ranks.
@@ -146,6 +153,7 @@ def make_groups(
                 max_channels=channel_limits.get(spec.kind),
                 is_connected_later=concurrent_call is not None or spec.kind in late_kinds,
                 name_suffix=name_suffix,
+                preparation=preparation,
             )
         new_groups.append(new_group)
     groups.timings["groups"] = time.perf_counter() - start
@@ -159,7 +167,7 @@ def make_groups(
         call_concurrently(calls)
         groups.timings["connections"] = time.perf_counter() - start
     for spec, group in zip(specs, new_groups, strict=True):
-        if spec.kind in late_kinds:
+        if spec.kind in late_kinds or preparation is not None:
             _store_group(groups, spec, group)
             continue
         start = time.perf_counter()
@@ -229,8 +237,9 @@ def _make_group(
     max_channels: int | None,
     is_connected_later: bool,
     name_suffix: str,
+    preparation: GroupPreparation | None,
 ) -> dist.ProcessGroup:
-    """Return a group of `spec.ranks`, which only these ranks must call.
+    """Return a group of `spec.ranks`, which only these ranks must call. `preparation` may have its backends.
 
     On CUDA the group is bound to the device, so that NCCL makes the communicator at once. If `is_connected_later`, the
     caller makes it (`_connect_group`), or NCCL in the first call. The default group is not bound to the device: torch
@@ -241,7 +250,11 @@ def _make_group(
     options = None
     if is_cuda and max_channels is not None:
         options = torch_private.make_nccl_options(timeout, max_channels)
-    with torch_private.name_process_group(spec.name + name_suffix), torch_private.share_gloo_loop():
+    chosen_backends: AbstractContextManager[None] = torch_private.share_gloo_loop()
+    if preparation is not None:
+        chosen_backends = reuse_prepared(preparation, spec.name)
+    connects_now = is_cuda and not is_connected_later and preparation is None
+    with torch_private.name_process_group(spec.name + name_suffix), chosen_backends:
         group = dist.new_group(
             sorted(spec.ranks),
             timeout=timeout,
@@ -249,10 +262,18 @@ def _make_group(
             use_local_synchronization=True,
             pg_options=options,
             group_desc=spec.kind,
-            device_id=device if is_cuda and not is_connected_later else None,
+            device_id=device if connects_now else None,
         )
     assert isinstance(group, dist.ProcessGroup)
+    if is_cuda and preparation is not None and not is_connected_later:
+        group.bound_device_id = device
     return group
+
+
+def reuse_prepared(preparation: GroupPreparation, name: str) -> AbstractContextManager[None]:
+    """Return a context in which torch gives the group that is made the prepared backends of this name."""
+    backends = preparation.backends[name]
+    return torch_private.reuse_backends(gloo=backends.get("cpu"), nccl=backends.get("cuda"))
 
 
 def _connect_group(
@@ -298,6 +319,16 @@ def abort(groups: Groups) -> None:
     cut_connections(groups.sockets)
     if groups.device.type == "cuda" and dist.is_initialized():
         groups.group_abort.start()
+
+
+def leave(groups: Groups) -> EarlierGroups:
+    """Leave all groups without an abort, after a step that all ranks have completed. The caller aborts them later.
+
+    torch and `shutdown` do not know the groups any more.
+    """
+    earlier_groups = EarlierGroups(list_groups())
+    torch_private.forget_groups()
+    return earlier_groups
 
 
 def abandon(device: torch.device) -> None:

@@ -8,8 +8,8 @@ import os
 import platform
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 import megascale
 from megascale import torch_private
-from megascale.config.parts import OPTIMIZERS
 from megascale.core.exit_record import ExitKind, attach_record
 from megascale.core.grid import Grid
 from megascale.core.process_orders import ORDERS_VARIABLE
@@ -27,9 +26,21 @@ from megascale.core.schedule_registry import chunk_map_of
 from megascale.core.stopwatch import Stopwatch
 from megascale.errors import ConfigError, FitError, MegascaleError, TrainingError
 from megascale.rendezvous.agree import agree, wait_for_readers
-from megascale.rendezvous.group_plan import DIRECTIONS, STATE_KINDS
+from megascale.rendezvous.group_options import (
+    MAX_CONNECTED_RANKS,
+    MAX_GLOO_MESH_RANKS,
+    WORLD_CHANNELS,
+    choose_group_options,
+)
 from megascale.rendezvous.group_sockets import list_new_sockets, list_sockets
-from megascale.rendezvous.groups import FAILED_KEYS_SECONDS, Groups, WarmCall, describe_lost_peer, make_groups
+from megascale.rendezvous.groups import (
+    FAILED_KEYS_SECONDS,
+    Groups,
+    describe_lost_peer,
+    make_groups,
+    reuse_prepared,
+)
+from megascale.rendezvous.prepared_groups import WORLD, GroupPreparation
 from megascale.rendezvous.restarts import is_under_torchrun, open_start
 from megascale.rendezvous.stores import (
     ExternalStore,
@@ -45,16 +56,10 @@ from megascale.rendezvous.stores import (
 if TYPE_CHECKING:
     from megascale.config import Config, RendezvousConfig
 
-# With more ranks gloo connects two ranks when they first exchange data, instead of every rank to every rank at once.
-_MAX_GLOO_MESH_RANKS = 256
 # A call gets this time even if rendezvous.timeout has passed, since its error then names what is missing.
 _MIN_WAIT_SECONDS = 0.1
-# Maximum NCCL channels of the default group, which sums small values and exchanges the state of a load. NCCL connects
-# two ranks once per channel and direction at their first exchange: 1.15 s for four ranks without a limit (dev/log.md).
-_WORLD_CHANNELS = 4
-# Up to this number of ranks, all pairs connect for the exchange of state before it is needed. In larger jobs a rank
-# exchanges with few others.
-_MAX_CONNECTED_RANKS = 16
+# Counts, in the store of a start, the ranks that have prepared its groups during the attempt before.
+_PREPARED_KEY = "start/prepared"
 
 
 def initialise(
@@ -67,6 +72,7 @@ def initialise(
     check: Callable[[], None] | None = None,
     name_suffix: str = "",
     exchanges_state: bool = False,
+    preparation: GroupPreparation | None = None,
 ) -> Groups:
     """Meet the other `world - 1` ranks and make this rank's groups.
 
@@ -79,6 +85,7 @@ def initialise(
         name_suffix: as for `make_groups`, equal on every rank.
         exchanges_state: whether the ranks will exchange their state through the default group, equal on every rank. A
             job of few ranks with `rendezvous.concurrent_connections` then connects them while groups are made.
+        preparation: groups that this rank has prepared during the attempt before. All ranks use theirs, or none.
 
     Raises:
         ConfigError: ranks differ in settings, versions or world size; an address is wrong; a password or certificate
@@ -93,13 +100,8 @@ def initialise(
         torch.cuda.set_device(device)
     stopwatch = Stopwatch()
     settings = config.rendezvous
-    # Other optimizers than those that communicate may never use these groups, which are then not warmed up.
-    late_kinds: Collection[str] = STATE_KINDS
-    warm_calls: Mapping[str, WarmCall] = {}
-    if config.parallel.zero:
-        warm_calls = {"data_gather": "all_gather", "data_reduce": "reduce_scatter"}
-    if OPTIMIZERS[config.optimizer.name].communicates:
-        late_kinds = ()
+    if preparation is not None and not _is_usable(preparation, config, rank, world, device=device, suffix=name_suffix):
+        preparation.abandon("the next attempt has other ranks, or not all groups were complete")
     store = _meet_ranks(
         settings,
         config.train.name,
@@ -108,18 +110,23 @@ def initialise(
         world=world,
         stopwatch=stopwatch,
         check=check,
+        is_prepared=preparation is not None and preparation.is_warm,
     )
+    options = choose_group_options(config)
     try:
+        preparation = _agree_on_preparation(store, preparation, config, world)
         grid = Grid.from_config(config.parallel, world)
         earlier_sockets = list_sockets()
-        _make_default_group(store, rank, world, device=device, group_timeout=settings.group_timeout)
+        _make_default_group(
+            store, rank, world, device=device, group_timeout=settings.group_timeout, preparation=preparation
+        )
         stopwatch.end_phase("world")
         if device.type == "cuda":
             # Sockets that are opened later are NCCL's, which has its own abort.
             gloo_sockets = list_new_sockets(earlier_sockets)
         concurrent_call = None
-        if settings.concurrent_connections and world > 1:
-            connects_pairs = exchanges_state and world <= _MAX_CONNECTED_RANKS
+        if settings.concurrent_connections and world > 1 and preparation is None:
+            connects_pairs = exchanges_state and world <= MAX_CONNECTED_RANKS
             concurrent_call = partial(_connect_default_group, device, connects_pairs)
         groups = make_groups(
             grid,
@@ -129,17 +136,22 @@ def initialise(
             device=device,
             timeout=timedelta(seconds=settings.group_timeout),
             store=dist.PrefixStore("job", store),
-            max_channels=_choose_max_channels(config),
-            late_kinds=late_kinds,
-            warm_calls=warm_calls,
+            max_channels=options.max_channels,
+            late_kinds=options.late_kinds,
+            warm_calls=options.warm_calls,
             name_suffix=name_suffix,
             concurrent_call=concurrent_call,
+            preparation=preparation,
         )
         if device.type != "cuda":  # `make_groups` has opened gloo sockets too.
             gloo_sockets = list_new_sockets(earlier_sockets)
         groups.sockets = gloo_sockets
         groups.root_store = store
-        if concurrent_call is None:
+        if preparation is not None:
+            groups.sockets = preparation.sockets | gloo_sockets
+            groups.preparation = preparation
+            preparation.hand_over()
+        elif concurrent_call is None:
             _warm_default_group(groups)
     except BaseException as error:
         _leave_failed_start(store, error, rank=rank, world=world, is_shared=isinstance(error, FitError))
@@ -168,10 +180,14 @@ def _meet_ranks(
     world: int,
     stopwatch: Stopwatch,
     check: Callable[[], None] | None,
+    is_prepared: bool,
 ) -> dist.Store:
     """Return the job's store once all ranks are present and have equal settings.
 
     A start that another rank 0 supersedes is left, and the next one is joined.
+
+    Args:
+        is_prepared: whether this rank has prepared its groups, which the store counts.
     """
     deadline = time.monotonic() + settings.timeout
     while True:
@@ -183,6 +199,8 @@ def _meet_ranks(
             if has_agent_store() and not isinstance(store, ExternalStore):
                 store = open_start(store, rank, world, timeout=remaining, configured_timeout=settings.timeout)
                 remaining = max(_MIN_WAIT_SECONDS, deadline - time.monotonic())
+            if is_prepared:
+                store.add(_PREPARED_KEY, 1)
             agree(
                 store,
                 rank,
@@ -222,18 +240,39 @@ def _leave_failed_start(store: dist.Store, error: BaseException, *, rank: int, w
         store.close()
 
 
-def _choose_max_channels(config: Config) -> dict[str, int | None]:
-    """Return the largest number of NCCL channels by kind of group. For None, NCCL chooses the number."""
-    max_channels: dict[str, int | None] = dict.fromkeys(DIRECTIONS, config.max_channels("pipeline"))
-    max_channels |= dict.fromkeys(("data_gather", "data_reduce"), config.max_channels("data"))
-    return max_channels
+def _is_usable(
+    preparation: GroupPreparation, config: Config, rank: int, world: int, *, device: torch.device, suffix: str
+) -> bool:
+    """Return whether this rank can use the groups that it has prepared."""
+    return preparation.is_warm and preparation.target.matches(config, rank, world, device=device, name_suffix=suffix)
+
+
+def _agree_on_preparation(
+    store: dist.Store, preparation: GroupPreparation | None, config: Config, world: int
+) -> GroupPreparation | None:
+    """Return the preparation if all ranks use theirs, else drop it and return None. The same on all ranks."""
+    if not config.rendezvous.prepared_groups:
+        return None
+    count = store.add(_PREPARED_KEY, 0)  # all ranks have counted before the verdict
+    if preparation is not None and count == world:
+        return preparation
+    if preparation is not None:
+        preparation.abandon(f"{count} of {world} ranks have prepared their groups")
+        preparation.finish_abort()
+    return None
 
 
 def _make_default_group(
-    store: dist.Store, rank: int, world: int, *, device: torch.device, group_timeout: float
+    store: dist.Store,
+    rank: int,
+    world: int,
+    *,
+    device: torch.device,
+    group_timeout: float,
+    preparation: GroupPreparation | None,
 ) -> None:
-    """Make torch's default group: gloo for the CPU and, on a GPU, NCCL."""
-    if world > _MAX_GLOO_MESH_RANKS:
+    """Make torch's default group: gloo for the CPU and, on a GPU, NCCL. `preparation` may have its backends."""
+    if world > MAX_GLOO_MESH_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if device.type == "cuda":
         # An agent sets this variable for processes that may take part in several attempts.
@@ -243,8 +282,11 @@ def _make_default_group(
     options = None
     if device.type == "cuda":
         backend = "cpu:gloo,cuda:nccl"
-        options = torch_private.make_nccl_options(timeout, _WORLD_CHANNELS)
-    with torch_private.share_gloo_loop():
+        options = torch_private.make_nccl_options(timeout, WORLD_CHANNELS)
+    chosen_backends: AbstractContextManager[None] = torch_private.share_gloo_loop()
+    if preparation is not None:
+        chosen_backends = reuse_prepared(preparation, WORLD)
+    with chosen_backends:
         dist.init_process_group(
             backend,  # No device is bound to the default group: see groups._make_group.
             store=dist.PrefixStore("torch", store),

@@ -203,6 +203,24 @@ def open_tcp_store(request: StoreRequest) -> Store:
         ) from None
 
 
+def open_client(address: tuple[str, int], world: int, *, timeout: float, check: Callable[[], None]) -> Store:
+    """Open a further connection to a TCPStore that another process, or this one, serves.
+
+    Args:
+        check: called while this process waits for the server. It raises an error if the wait must end.
+
+    Raises:
+        DistError: the server was not reached within `timeout` seconds.
+    """
+    host, port = address
+    if is_loopback(host):
+        restrict_to_loopback()
+    remaining_seconds = _await_server(address, timeout, check)
+    return TCPStore(
+        host, port, world, is_master=False, timeout=timedelta(seconds=remaining_seconds), wait_for_workers=False
+    )
+
+
 def _make_serving_error(host: str, port: int, error: Exception) -> ConfigError:
     """Return the error for a port that rank 0 cannot use. Its `errno` says whether another process has the port."""
     serving_error = ConfigError(

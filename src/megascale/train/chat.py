@@ -24,7 +24,7 @@ class ChatSession:
     Attributes:
         messages: all messages so far.
 
-    Raises DataError if the template does not show where a turn ends.
+    Raises DataError if the template does not show where a turn ends, or leaves out `system`.
     """
 
     def __init__(
@@ -41,6 +41,11 @@ class ChatSession:
         self.messages: list[Message] = []
         if system:
             self.messages.append({"role": "system", "content": system})
+            if template.leaves_out([*self.messages, {"role": "user", "content": "Question"}], 0):
+                raise DataError(
+                    f"the template {template.name} leaves out messages with the role system, so --system has no "
+                    "effect; put the text into --prompt"
+                )
         self._model = model
         self._tokenizer = tokenizer
         self._template = template

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from megascale.config import ModelConfig
 from megascale.data.tokenizer.base import Tokenizer
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, DataError
 from megascale.model.context import ForwardContext, KVCache
 from megascale.model.transformer import Chunk
 from megascale.parallel.collectives import Axis, all_reduce
@@ -25,6 +27,8 @@ class Sampling:
         repetition_penalty: a token that has occurred before gets its logit divided by the penalty if the logit is
             positive, else multiplied (Keskar et al. 2019); 1 has no effect.
         seed: the same seed gives the same text.
+
+    Raises ConfigError for a value out of range.
     """
 
     temperature: float = 0.8
@@ -33,12 +37,30 @@ class Sampling:
     repetition_penalty: float = 1.0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ConfigError(f"--temperature={self.temperature} is not a number of at least 0; try 0.8")
+        if not 0 <= self.top_p <= 1:
+            raise ConfigError(f"--top-p={self.top_p} is not between 0 and 1; try 0.9")
+        if self.top_k < 0:
+            raise ConfigError(f"--top-k={self.top_k} is negative; try 50, or 0 to draw among all tokens")
+        if not (self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)):
+            raise ConfigError(f"--repetition-penalty={self.repetition_penalty} is not a positive number; try 1.1")
+
 
 def sample_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Draw a token from logits [vocab]."""
+    """Draw a token from logits [vocab]. Raises DataError for logits that are NaN or infinite."""
+    if not logits.isfinite().all():
+        raise DataError(
+            "the model's logits are NaN or infinite, so its weights are unusable; load an earlier checkpoint with "
+            "--step, or import the model again"
+        )
     if sampling.temperature == 0:
         return int(logits.argmax())
-    logits = logits.float() / sampling.temperature
+    scaled_logits = logits.float() / sampling.temperature
+    if not scaled_logits.isfinite().all():  # the quotient overflows, so the most likely token has probability 1
+        return int(logits.argmax())
+    logits = scaled_logits
     if sampling.top_k:
         smallest_kept = torch.topk(logits, min(sampling.top_k, logits.numel())).values[-1]
         logits = logits.masked_fill(logits < smallest_kept, -torch.inf)
@@ -151,6 +173,16 @@ def _check_prompt(prompt: Sequence[int], vocab: int, limit: int | None) -> None:
             f"the prompt has {len(prompt)} tokens and the model's learned positions end at model.sequence_length="
             f"{limit}; give a shorter prompt"
         )
+
+
+def explain_long_prompt(prompt: Sequence[int], model: ModelConfig) -> str:
+    """Return a note if a prompt is longer than the sequences of the training, else an empty string."""
+    if len(prompt) <= model.sequence_length:
+        return ""
+    return (
+        f"the prompt has {len(prompt):,} tokens, more than model.sequence_length={model.sequence_length:,}: the model "
+        "was not trained for later positions, and its text may be poor"
+    )
 
 
 def decode_stream(

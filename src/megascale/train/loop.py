@@ -36,6 +36,7 @@ from megascale.data.loader.feed import open_feed
 from megascale.errors import ConfigError, DataError, MegascaleError, TrainingError, error_class_name, make_error
 from megascale.ops.compile_count import count_compilations
 from megascale.optim.learning_rate import compute_learning_rate
+from megascale.parallel.chunk_graphs import EAGER_STEPS
 from megascale.rendezvous.groups import Groups, shutdown
 from megascale.rendezvous.start_job import initialise
 from megascale.train import attention_choice, replay_response
@@ -68,10 +69,14 @@ log = logging.getLogger("megascale.train")
 # leaves the attempt. The requests to leave of all ranks together stay below 1.
 _STOP_REQUEST = 1.0
 _LEAVE_REQUEST = 2.0**-20
+# A rank whose groups of the next attempt are connected adds this. All ranks together stay below a request to leave.
+_WARM_REQUEST = 2.0**-40
+_WARM_SECONDS = 10.0  # limit for the first calls of groups of the next attempt, at a step boundary
 # Before a rank leaves the attempt, it tries at most this many times to begin a copy of the state, with this pause after
 # each try.
 _MAX_SAVE_TRIES = 100
 _SAVE_TRY_SECONDS = 0.05
+_CAPTURE_STEPS = EAGER_STEPS + 3  # the first steps of an attempt, within which CUDA graphs are captured
 _SPARE_DEVICE_BYTES = 2 << 30  # of a GPU, beside the kept state and a new engine: communicators and transfers
 
 
@@ -166,6 +171,9 @@ class Trainer:
         self._skipped_count = 0  # steps of this process with an infinite or NaN gradient, or without loss weights
         self._consecutive_skip_count = 0
         self._is_stopping = False  # the same on all ranks
+        self._first_step = 0  # of this start
+        self._capture_end_step = 0  # graphs are captured before this step, during which no communicators are made
+        self._must_warm_groups = False  # true if the next attempt's groups are connected on all ranks; the same on them
         self._is_leaving = False  # true if ranks stop in order to begin a new attempt; the same on all ranks
         self._has_reported_active = False
         self._first_step_start: float | None = None  # `time.monotonic()`; None once its results were read
@@ -265,6 +273,7 @@ class Trainer:
                 check=None if parking is None else parking.check,
                 name_suffix="" if parking is None else make_attempt_suffix(self.attempt),
                 exchanges_state=parking is not None and self.attempt > 1,
+                preparation=None if parking is None else parking.preparation,
             )
         except Exception:
             if parking is not None:
@@ -520,10 +529,14 @@ class Trainer:
                 source=self.checkpointer.loaded_from,
                 is_standing=self.checkpointer.is_standing,
             )
+            self._first_step = self.step + 1
             self._first_step_start = time.monotonic()
+            if self.engine.graphs is not None:
+                self._capture_end_step = self.step + _CAPTURE_STEPS
             while self.step < last_step and not self._is_stopping:
                 self._train_step(self._choose_stop_request(interrupts))
                 self.callbacks.end_step(self.step)
+                self._tend_groups()
                 if train.eval_interval and self.step % train.eval_interval == 0 and self.step < train.steps:
                     self._evaluate()
                 if self.step < last_step:
@@ -542,9 +555,52 @@ class Trainer:
         """Return the stop request that this rank adds to the next step's sum, 0 to go on."""
         if interrupts.requested or self.callbacks.run.wants_stop:
             return _STOP_REQUEST
-        if self.parking is not None and self.parking.must_leave_after_step:
+        if self.parking is None:
+            return 0.0
+        if self.parking.must_leave_after_step:
             return _LEAVE_REQUEST
+        preparation = self.parking.preparation
+        if preparation is not None and preparation.is_connected:
+            return _WARM_REQUEST
         return 0.0
+
+    def _tend_groups(self) -> None:
+        """Abort the groups of the attempt before, and make and warm up those of the next attempt, if it is due.
+
+        Communicators of another attempt are aborted and used for the first time only here, while the device is idle and
+        nothing is launched (`rendezvous/prepared_groups.py`).
+        """
+        parking, device = self.parking, self.rank_info.device
+        if parking is None or self.groups is None:
+            return
+        if parking.earlier_groups is not None and self.step > self._first_step:
+            begin = time.monotonic()
+            self._await_device()
+            parking.abort_earlier_groups()
+            log.info("aborted the groups of the attempt before in %.2f s", time.monotonic() - begin)
+            self.clock.pause()
+        if self.step >= self._capture_end_step and parking.earlier_groups is None:
+            parking.start_preparation(self.config, self.rank_info, self.groups)
+        preparation = parking.preparation
+        if not self._must_warm_groups or preparation is None or not preparation.is_connected:
+            return
+        self._must_warm_groups = False
+        begin = time.monotonic()
+        self._await_device()
+        if preparation.warm_up(_WARM_SECONDS):
+            seconds = time.monotonic() - begin
+            memory = ""
+            if device.type == "cuda":
+                memory = f"; {torch.cuda.mem_get_info(device)[0] / 2**30:.2f} GiB of the GPU are free"
+            log.info(
+                "warmed up the groups of the next attempt in %.2f s (%s)%s", seconds, preparation.describe(), memory
+            )
+        self.clock.pause()
+
+    def _await_device(self) -> None:
+        """Wait until this rank's GPU is idle, if it has one."""
+        if self.rank_info.device.type == "cuda":
+            torch.cuda.synchronize(self.rank_info.device)
 
     def _leave_after_step(self) -> NoReturn:
         """Make sure that the next attempt has the state of this step, then raise LeaveAttempt.
@@ -607,6 +663,8 @@ class Trainer:
             self.parking.end_leaving_phase("feed")
         if hasattr(self, "engine"):
             self.engine.close(failed)
+        if self.parking is not None and self.parking.keeps_groups:
+            self.parking.leave_groups(self.groups)
         shutdown(self.groups, failed=failed)
         if self.parking is not None:
             self.parking.end_leaving_phase("groups")
@@ -960,9 +1018,10 @@ class Trainer:
             if not has_weights:
                 loss = math.nan  # there is no target to take the mean over
         stop_sum = float(result.stop_sum)
-        if stop_sum > 0:
+        if stop_sum >= _LEAVE_REQUEST:
             self._is_stopping = True
             self._is_leaving = stop_sum < _STOP_REQUEST
+        self._must_warm_groups = stop_sum == self.rank_info.world * _WARM_REQUEST
         if self.weight_watch is not None:
             self.status.checksum = self.weight_watch.read_checksum() or self.status.checksum
         seconds = self.clock.read()

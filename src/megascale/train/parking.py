@@ -28,7 +28,15 @@ from megascale.checkpoint import object_collectives, prepare_slots
 from megascale.checkpoint.live_state import LiveState
 from megascale.config import Config
 from megascale.core.exit_record import ExitKind, ExitRecord, attach_record, find_exit_record
-from megascale.core.process_orders import EARLY_VARIABLE, ORDERS_VARIABLE, PREPARED_VARIABLE, Resume, read_orders
+from megascale.core.group_names import make_attempt_suffix
+from megascale.core.process_orders import (
+    EARLY_VARIABLE,
+    ORDERS_VARIABLE,
+    PREPARED_VARIABLE,
+    PrepareGroups,
+    Resume,
+    read_orders,
+)
 from megascale.core.status import PARKED, StatusFile
 from megascale.core.stopwatch import Stopwatch
 from megascale.errors import TrainingError
@@ -37,6 +45,7 @@ from megascale.parallel import peer_watch
 from megascale.rendezvous import groups as rank_groups
 from megascale.rendezvous.group_sockets import cut_connections, list_new_sockets, list_sockets
 from megascale.rendezvous.groups import Groups
+from megascale.rendezvous.prepared_groups import EarlierGroups, GroupPreparation, GroupTarget
 from megascale.train.host_pauses import exclude_imports
 from megascale.train.predecessors import await_predecessors
 from megascale.train.rank_info import RankInfo
@@ -95,6 +104,9 @@ class Parking:
         left_ns: time (`time.time_ns`) at which this rank had completed the step after which it was ordered to leave the
             attempt before the present one; otherwise 0.
         leaving: measures the parts of leaving an attempt; None before the process decides to stay.
+        preparation: groups of the next attempt, which a thread makes while ranks train; None without an order.
+        keeps_groups: whether this rank leaves the present attempt's groups without an abort.
+        earlier_groups: groups of the attempt before the present one, which are not aborted yet; otherwise None.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -108,6 +120,11 @@ class Parking:
         self.error: BaseException | None = None
         self.left_ns = 0
         self.leaving: Stopwatch | None = None
+        self.preparation: GroupPreparation | None = None
+        self.keeps_groups = False
+        self.earlier_groups: EarlierGroups | None = None
+        self._groups_order: PrepareGroups | None = None  # order that `start_preparation` will carry out
+        self._awaits_first_attempt = False  # whether the process waits for its first attempt
         self._order_time = 0.0  # `time.monotonic()` at an order to leave the present attempt at once; otherwise 0
         self._has_stepped = False  # whether a step of the present attempt is complete
         self._failure_time = 0.0  # `time.monotonic()` when `error` was set
@@ -116,7 +133,7 @@ class Parking:
         self._start_sockets: dict[int, str] | None = None  # sockets before the start that is under way; else None
         self._has_taken_state = False  # whether the present attempt has changed what the earlier one has retained
         self._lock = threading.Lock()
-        self._resumes: queue.SimpleQueue[Resume] = queue.SimpleQueue()
+        self._resumes: queue.SimpleQueue[Resume | PrepareGroups] = queue.SimpleQueue()
         threading.Thread(target=self._read_orders, args=(descriptor,), name="megascale-orders", daemon=True).start()
 
     def _read_orders(self, descriptor: int) -> None:
@@ -129,24 +146,62 @@ class Parking:
                 self.must_leave_after_step = False
                 self._order_time = 0.0
                 self._resumes.put(order)
+            elif isinstance(order, PrepareGroups):
+                self._note_groups_order(order)
             elif order.attempt != self._attempt:
                 continue
             elif order.after_step:
                 self.must_leave_after_step = True
+                self._drop_unfinished_groups()
             else:
                 self._order_time = self._order_time or time.monotonic()
                 self.must_leave_now = True
                 self._abort()
 
-    def _abort(self) -> None:
+    def _note_groups_order(self, order: PrepareGroups) -> None:
+        """Drop the groups of an earlier preparation, and note the order to make others."""
+        with self._lock:
+            if self._awaits_first_attempt:
+                self._attempt = order.attempt  # the process may have waited for several attempts
+            elif order.attempt != self._attempt:
+                return
+            self._drop_groups("the driver has ordered other groups or none")
+            if not order.world:
+                return
+            if self._awaits_first_attempt:
+                self._resumes.put(order)
+            else:
+                self._groups_order = order
+
+    def _drop_groups(self, reason: str) -> None:
+        """Drop the groups of the next attempt, complete or not."""
+        self._groups_order = None
+        if self.preparation is not None:
+            self.preparation.abandon(reason)
+
+    def _drop_unfinished_groups(self) -> None:
+        """Drop the groups of the next attempt unless they are complete, since this rank leaves after its step."""
+        with self._lock:
+            if self.preparation is None or not self.preparation.is_warm:
+                self._drop_groups("the next attempt begins before they are complete")
+
+    def _abort(self, keeps_groups: bool = False) -> None:
         """Abort the groups and release waits of exchanges, so that the main thread waits for no peer.
 
         Updates are held before the abort, so that wrong gradients do not change weights or optimizer state.
+
+        Args:
+            keeps_groups: abort no groups, since all ranks have completed the step.
         """
         with self._lock:
             if self.update_hold is not None:
                 self.update_hold.request()
             peer_watch.release_all("this rank leaves the attempt")
+            if keeps_groups:
+                return
+            self._drop_groups("the rank leaves the attempt")
+            if self.earlier_groups is not None:
+                self.earlier_groups.start_abort()
             if self._groups is not None:
                 try:
                     rank_groups.abort(self._groups)
@@ -176,7 +231,9 @@ class Parking:
         """Leave the groups of a start that failed. Raises LeaveAttempt if it failed because of an order to leave."""
         with self._lock:
             self._start_sockets = None
+            self._drop_groups("the start of the attempt failed")
         rank_groups.abandon(device)
+        self._release_preparation()
         self.check()
 
     def watch_groups(self, groups: Groups) -> None:
@@ -184,7 +241,45 @@ class Parking:
         with self._lock:
             self._start_sockets = None
             self._groups = groups
+            if groups.preparation is not None:
+                self.preparation = None  # its connections belong to `groups`
+        self._release_preparation()
         self.check()
+
+    def _release_preparation(self) -> None:
+        """Wait until communicators of a preparation that no attempt uses are aborted, and forget the preparation."""
+        preparation = self.preparation
+        if preparation is not None and preparation.failure:
+            preparation.finish_abort()
+            self.preparation = None
+
+    def start_preparation(self, config: Config, info: RankInfo, groups: Groups) -> None:
+        """Begin to make the groups of the next attempt if the driver has ordered them.
+
+        Args:
+            config: the resolved configuration of the present attempt.
+            groups: groups of the present attempt.
+        """
+        if self._groups_order is None:
+            return
+        self._release_preparation()
+        with self._lock:
+            order = self._groups_order
+            if order is None:
+                return
+            self._groups_order = None
+            self.preparation = _make_preparation(order, config, info.device)
+            self.preparation.server_store = groups.root_store
+            self.preparation.start()
+
+    def abort_earlier_groups(self) -> None:
+        """Abort the groups of the attempt before the present one. The device must be idle. No effect without any."""
+        earlier_groups = self.earlier_groups
+        if earlier_groups is None:
+            return
+        earlier_groups.start_abort()
+        earlier_groups.finish_abort()
+        self.earlier_groups = None
 
     def take_retained(self) -> RetainedState | None:
         """Return the state that the earlier attempt has retained, if any. The present one may change it from now on."""
@@ -234,8 +329,15 @@ class Parking:
         self.error = error
         self._failure_time = time.monotonic()
         self.leaving = Stopwatch()
-        self._abort()  # without an order, the groups are not aborted yet
+        has_completed_step = isinstance(error, LeaveAttempt) and not self.must_leave_now
+        self.keeps_groups = has_completed_step and self.preparation is not None and self.preparation.is_warm
+        self._abort(self.keeps_groups)  # without an order, the groups are not aborted yet
         return True
+
+    def leave_groups(self, groups: Groups) -> None:
+        """Leave the groups of the present attempt without an abort, which follows in the next attempt."""
+        self.abort_earlier_groups()
+        self.earlier_groups = rank_groups.leave(groups)
 
     def end_leaving_phase(self, phase: str) -> None:
         """Measure a part of leaving the attempt, which ends now. No effect before the process decides to stay."""
@@ -307,10 +409,30 @@ class Parking:
         if slots:
             self.retained = RetainedState(slots)
         status = StatusFile(folder.status, rank_info.rank, waiting_node=os.environ["MEGASCALE_NODE"])
+        self._awaits_first_attempt = True
         status.update(PARKED, 0)
+        order = self._resumes.get()
+        while isinstance(order, PrepareGroups):
+            self._prepare_while_waiting(order, config, rank_info.device)
+            if self._resumes.empty():
+                status.update(PARKED, 0)  # the agent learns from it that the preparation has ended
+            order = self._resumes.get()
+        self._awaits_first_attempt = False
         status.close()
-        self._await_order(folder, rank_info.rank)
+        self._begin_attempt(order, folder, rank_info.rank)
         status.path.unlink(missing_ok=True)
+
+    def _prepare_while_waiting(self, order: PrepareGroups, config: Config, device: torch.device) -> None:
+        """Make the groups of the first attempt of this process, and wait until they are complete or dropped."""
+        self._release_preparation()
+        with self._lock:
+            preparation = _make_preparation(order, config, device)
+            preparation.is_joining = True
+            self.preparation = preparation
+            preparation.start()
+        preparation.wait()
+        if preparation.is_warm:
+            log.info("groups of the first attempt are complete (%s)", preparation.describe())
 
     def wait_for_next_attempt(self, folder: RunFolder, rank: int, step: int) -> None:
         """Wait for the next attempt, and set the environment for it.
@@ -328,8 +450,11 @@ class Parking:
             log.info("the engine stays, with the state of step %d (-1: incomplete update)", self.retained.live.step)
         self.end_leaving_phase("close")
         try:
+            if not self.keeps_groups:
+                self.abort_earlier_groups()
+            self._release_preparation()
             _free_memory(keeps_cache=has_engine)
-        except RuntimeError as error:
+        except (RuntimeError, TrainingError) as error:
             self._end_process(message, error, folder, rank, step)
         self.end_leaving_phase("memory")
         status = StatusFile(folder.status, rank)
@@ -341,12 +466,12 @@ class Parking:
             self._attempt,
             self._describe_leaving(),
         )
-        self._await_order(folder, rank)
+        self._begin_attempt(self._await_resume(), folder, rank)
         self.is_reused = True
 
-    def _await_order(self, folder: RunFolder, rank: int) -> None:
-        """Wait for the order to resume, and prepare this process for the next attempt."""
-        self._join_attempt()
+    def _begin_attempt(self, resume: Resume, folder: RunFolder, rank: int) -> None:
+        """Prepare this process for the next attempt. `rank` is its rank in the attempt before."""
+        self._set_environment(resume)
         new_rank = int(os.environ.get("RANK", rank))
         if new_rank != rank:
             _redirect_to_log(folder, new_rank)
@@ -354,6 +479,7 @@ class Parking:
             self.update_hold.release()
         self._has_stepped = False
         self._has_taken_state = False
+        self.keeps_groups = False
 
     def wait_if_early(self, config: Config) -> None:
         """Warm up and wait for the order of an attempt, if this process was started before its attempt was ordered.
@@ -367,7 +493,7 @@ class Parking:
         warm_up(config, int(os.environ["LOCAL_RANK"]), use_gpu=config.train.device != "cpu")
         exclude_imports()
         ready_time = time.monotonic()
-        self._join_attempt()
+        self._set_environment(self._await_resume())
         log.info(
             "process %d was ready in %.2f s and waited %.2f s",
             os.getpid(),
@@ -375,11 +501,37 @@ class Parking:
             time.monotonic() - ready_time,
         )
 
-    def _join_attempt(self) -> None:
-        """Wait for the order to begin the next attempt, and set the environment for it."""
-        resume = self._resumes.get()
+    def _await_resume(self) -> Resume:
+        """Wait for the order to begin the next attempt, and return it."""
+        order = self._resumes.get()
+        while not isinstance(order, Resume):
+            order = self._resumes.get()
+        return order
+
+    def _set_environment(self, resume: Resume) -> None:
+        """Set the environment and the size of the next attempt."""
         os.environ.update(resume.environment)
         self.data_size = resume.data
+
+
+def with_data_size(config: Config, data: int) -> Config:
+    """Return a configuration with another data-parallel size, or the same one for a size of 0."""
+    if not data:
+        return config
+    parallel = config.parallel.model_copy(update={"data": data})
+    return config.model_copy(update={"parallel": parallel})
+
+
+def _make_preparation(order: PrepareGroups, config: Config, device: torch.device) -> GroupPreparation:
+    """Return the preparation that an order describes."""
+    target = GroupTarget(
+        config=with_data_size(config, order.data),
+        rank=order.rank,
+        world=order.world,
+        device=device,
+        name_suffix=make_attempt_suffix(order.attempt + 1),
+    )
+    return GroupPreparation(target, order.master, order.number)
 
 
 def _free_memory(keeps_cache: bool) -> None:

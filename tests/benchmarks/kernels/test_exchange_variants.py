@@ -7,15 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.kernels import exchange_variants
 from benchmarks.kernels.exchange import fit_line, main
 from benchmarks.kernels.exchange_variants import VARIANTS, VariantExchange, copy_by_kernel
 from megascale.errors import ConfigError
+from megascale.parallel import exchange as module
 from megascale.parallel.exchange import Exchange, PeerCopy
 from tests.parallel.test_exchange import (
     PARTS,
     SHAPE,
     Device,
+    DeviceSum,
     end_waits_of_survivor,
     play_parts,
 )
@@ -28,14 +29,14 @@ PART_BYTES = 8 * SHAPE[0] * SHAPE[1]
 def make_variants(size: int, name: str) -> tuple[list[Device], list[Exchange]]:
     """Return ranks with an exchange of a variant."""
     memory = [torch.zeros(Exchange.count_buffer_bytes(size, PART_BYTES), dtype=torch.uint8) for _ in range(size)]
-    push_bytes = VariantExchange.count_push_bytes(size, PART_BYTES)
-    peer_memory = [torch.zeros(push_bytes, dtype=torch.uint8) for _ in range(size)]
+    lent_memory = [torch.zeros(Exchange.count_lent_bytes(size, PART_BYTES), dtype=torch.uint8) for _ in range(size)]
     flags: dict[tuple[int, ...], int] = {}
     devices = [Device(rank, flags) for rank in range(size)]
     exchanges: list[Exchange] = []
     for rank, device in enumerate(devices):
-        exchange = VariantExchange(rank, size, memory, PART_BYTES, device, peer_memory=peer_memory)
+        exchange = VariantExchange(rank, size, memory, PART_BYTES, device, lent_memory=lent_memory)
         exchange.select(VARIANTS[name])
+        exchange.peer_sum = DeviceSum(device, size)  # type: ignore[assignment]
         exchanges.append(exchange)
     return devices, exchanges
 
@@ -69,10 +70,10 @@ def test_waits_of_every_variant_end_after_the_death_of_the_peers(
 @pytest.mark.parametrize("op", ["gather", "scatter", "all to all"])
 def test_pushes_need_two_slots(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
     """With one slot, a push overwrites a result that its owner still reads."""
-    monkeypatch.setattr(exchange_variants, "PUSH_SLOTS", 1)
+    monkeypatch.setattr(module, "LENT_SLOTS", 1)
     right = 0
     for seed in range(60):
-        pairs = play_parts(3, [([op] * 6, False)], [0], 0, seed, make=make_variants, name="push-together")
+        pairs = play_parts(3, [([op] * 6, True)], [0], 0, seed, make=make_variants, name="push-together")
         right += all(torch.allclose(*pair) for pair in pairs)
     assert right < 60
 

@@ -41,6 +41,9 @@ CONTINUED = [
 ]
 # Of 6 micro-batches 4 replicas have two or one, three have two, and two have three.
 BATCH = 6
+# Sections of settings that change neither the samples nor the arithmetic.
+SECTIONS_WITHOUT_NUMBERS = ("rendezvous.", "resilience.")
+PREPARED = "were made during the attempt before"  # in the start-up line of groups that were prepared
 KINDS = {"kill-rank": 3, "kill-agent": 1}  # and how often each is drawn
 SECOND_LOSS = 0.2  # share of the losses during which another replica is lost
 LIMIT = 180.0  # seconds in which the missing replicas must have joined
@@ -58,7 +61,9 @@ def continue_replicas(
     out: Path = typer.Option(Path("chaos-continue.json"), help="JSON file for the figures."),
     picture: Path | None = typer.Option(None, help="PNG file for the throughput over the first loss and join."),
     replicas: int = typer.Option(4, min=2, help="Replicas, each on a node of its own."),
-    setting: list[str] = typer.Option([], help="Further setting, SECTION.KEY=VALUE. Nothing is compared then."),
+    setting: list[str] = typer.Option(
+        [], help="Further setting, SECTION.KEY=VALUE. Nothing is compared if it may change what is trained."
+    ),
 ) -> None:
     """Lose replicas of a launched job at random times, and compare its losses and weights with one process's.
 
@@ -88,12 +93,13 @@ def run(
     settings: Sequence[str] = (),
     picture: Path | None = None,
 ) -> dict[str, Any]:
-    """Run the job and, without further settings, the undisturbed one; return the report."""
+    """Run the job and, if further settings change no numbers, the undisturbed one; return the report."""
     batch = f"--train.global_batch={BATCH}"
     words = [f"--parallel.data={replicas}", f"--resilience.nodes={replicas}"] + SETTINGS + [batch] + CONTINUED
     words += [f"--resilience.max_missing_replicas={min(2, replicas - 1)}"]
     words += [f"--{text}" for text in settings]
-    job = Launched(file, "continued", words, pace=0.0 if settings else PACE)
+    is_compared = all(text.startswith(SECTIONS_WITHOUT_NUMBERS) for text in settings)
+    job = Launched(file, "continued", words, pace=PACE if is_compared else 0.0)
     rows: list[dict[str, Any]] = []
     problems: list[str] = []
     try:
@@ -110,16 +116,18 @@ def run(
     finally:
         job.process.send_signal(signal.SIGINT)
         code = job.end()
+        prepared_groups = job.read_prepared_groups()
         job.end_agents()
     if code != 130:
         problems.append(f"the job ended with exit code {code} instead of 130")
     comparison: dict[str, Any] = {}
-    if not problems and not settings:
+    if not problems and is_compared:
         comparison, differences = compare(file, job, batch)
         problems += differences
     if picture is not None and rows:
         draw(job, rows[0], picture)
-    return {"seed": seed, "losses": rows, **comparison, "problems": problems}
+    report = {"seed": seed, "settings": list(settings), "losses": rows, "prepared_groups": prepared_groups}
+    return report | comparison | {"problems": problems}
 
 
 def lose_replica(job: Launched, dice: random.Random, replicas: int) -> dict[str, Any]:
@@ -164,6 +172,7 @@ def lose_replica(job: Launched, dice: random.Random, replicas: int) -> dict[str,
                 "last_step": joined.last_step_seconds,
                 "joining_ready": job.read_starts(),
                 "joining_left": job.read_leaves(),
+                "joining_groups": job.read_groups(),
             }
         if job.over():
             break
@@ -196,8 +205,9 @@ def compare(file: Path, job: Launched, batch: str) -> tuple[dict[str, Any], list
     subprocess.run(command + ["train", str(file)] + words, check=True, capture_output=True)
     expected = read_losses(calm_run)
     problems = []
-    if sorted(steps) != list(range(1, last + 1)):
-        problems.append("the metrics have not every step once")
+    missing = sorted(set(range(1, last + 1)) - set(steps))
+    if missing:
+        problems.append(f"the metrics lack the steps {missing}; {describe_starts(job)}")
     difference = max(abs(steps[step] - expected[step]) / abs(expected[step]) for step in steps)
     if not difference < LIMIT_OF_DIFFERENCE:
         problems.append(f"a loss differs by {difference:.1e}")
@@ -212,6 +222,16 @@ def compare(file: Path, job: Launched, batch: str) -> tuple[dict[str, Any], list
     if ledger.returncode:
         problems.append(f"the ledger is not exact: {(ledger.stderr or ledger.stdout)[-500:]}")
     return {"steps": last, "loss_difference": difference, "weight_difference": moved}, problems
+
+
+def describe_starts(job: Launched) -> str:
+    """Return the step from which each start went on, with its cause, source and lost steps."""
+    texts = []
+    for event in job.events():
+        record = RecoveryRecord.from_details(event.details)
+        if event.kind == "recovered" and record is not None:
+            texts.append(f"{record.cause} {record.resumed_step} ({record.source}, {record.lost_steps} lost)")
+    return "starts went on after: " + ", ".join(texts)
 
 
 def read_losses(run_folder: Path) -> dict[int, float]:
@@ -263,11 +283,21 @@ def show(report: dict[str, Any]) -> None:
         ):
             values = [row[name] for row in good]
             print(f"{text}: mean {statistics.fmean(values):.2f} s, longest {max(values):.2f} s")
+        prepared = sum(PREPARED in row["joining_groups"] for row in good)
+        print(f"joins with groups that were made while the others trained: {prepared} of {len(good)}")
+        print(f"mean seconds of a join by phase: {_average_phases(good)}")
         print(f"steps lost per loss: at most {max(row['lost_steps'] for row in good)}")
     if "steps" in report:
         print(f"largest relative difference of a loss in {report['steps']} steps: {report['loss_difference']:.1e}")
         print(f"norm of the weights' difference over that of the weights: {report['weight_difference']:.1e}")
     _print_all(report["problems"])
+
+
+def _average_phases(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the mean seconds of each phase of the joins."""
+    phases = list(rows[0]["joining_phases"])
+    means = [statistics.fmean(row["joining_phases"].get(phase, 0.0) for row in rows) for phase in phases]
+    return ", ".join(f"{phase} {mean:.2f}" for phase, mean in zip(phases, means, strict=True))
 
 
 def _print_all(problems: Sequence[str]) -> None:

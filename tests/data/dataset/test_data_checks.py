@@ -15,7 +15,9 @@ from megascale.data.dataset.data_checks import (
     check_data,
     check_entry,
     compare_fingerprints,
+    find_trained_validation,
     fingerprint_sources,
+    list_skipped_text,
 )
 from megascale.data.dataset.file_hash import fingerprint_file
 from megascale.data.dataset.indexed import IndexedWriter
@@ -166,3 +168,17 @@ def test_a_plan_is_the_same_on_each_process_of_its_host_only(tmp_path: Path) -> 
     assert 0 <= plan.hash < 1 << 63
     assert all(plan_host_of(config, 2, 0, 2).reads_tokens(rank) for rank in (0, 1))
     assert not plan.reads_tokens(2)
+
+
+def test_notes_name_text_that_is_left_out_and_validation_on_trained_tokens(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("a")
+    (tmp_path / "text" / "b.jsonl.xz").write_bytes(b"\xfd7zXZ\x00")
+    [note] = list_skipped_text(configured(tmp_path, str(tmp_path / "text")).data)
+    assert note == "data.train leaves out files (.xz is not read: compress it with gzip or zstd instead): 1"
+    train, valid = write(tmp_path / "train", 99), write(tmp_path / "valid", 98)
+    assert list_skipped_text(configured(tmp_path, train).data) == []
+    assert find_trained_validation(configured(tmp_path, train, valid=valid).data) == []
+    copy = write(tmp_path / "copy", 99)
+    [note] = find_trained_validation(configured(tmp_path, valid, train, valid=copy).data)
+    assert note.startswith(f"data.valid={copy} has the tokens of {train} in data.train")

@@ -11,9 +11,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megascale.core.untrusted_files import LFS_POINTER
 from megascale.data.dataset import metered_files, sources
 from megascale.data.dataset.formats import is_text
-from megascale.data.dataset.sources import cut_pieces, find_files, read_documents, replace_surrogates
+from megascale.data.dataset.sources import (
+    cut_pieces,
+    find_files,
+    find_files_and_skipped,
+    read_documents,
+    replace_surrogates,
+)
 from megascale.errors import DataError
 
 TEXTS = [f"text {i} " + "größer ✓\n" * (i % 7) for i in range(200)]
@@ -355,3 +362,91 @@ def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(r'{"text": "a\ud800b \ud83d\ude00"}')
     assert documents(tmp_path / "a.jsonl") == ["a�b \U0001f600"]
     assert replace_surrogates("a\ud83d\ude00") == "a\U0001f600"
+
+
+POINTER = LFS_POINTER + b"v1\noid sha256:0\nsize 9\n"
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.parquet", "a.jsonl.gz"])
+def test_a_pointer_of_git_lfs_is_not_text(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(POINTER)
+    with pytest.raises(DataError, match=rf"{name} is a pointer of Git LFS.*git lfs pull"):
+        documents(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.CSV.gz"])
+def test_a_table_with_the_key_is_refused(tmp_path: Path, name: str) -> None:
+    separator = "\t" if "tsv" in name else ","
+    table = f'id{separator}"text"\r\n1{separator}"a, b"\r\n'.encode()
+    (tmp_path / name).write_bytes(gzip.compress(table) if name.endswith("gz") else table)
+    with pytest.raises(DataError, match=r"is a table with the column 'text'.*write_table.*rename it to \.txt"):
+        documents(tmp_path / name)
+    assert documents(tmp_path / name, key="body") == [table.decode()]  # a table of other values is text
+
+
+def test_links_and_files_that_are_named_twice(tmp_path: Path) -> None:
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "in" / "sub" / "a.txt").write_text("a")
+    (tmp_path / "other" / "b.txt").write_text("b")
+    (tmp_path / "in" / "b.txt").symlink_to(tmp_path / "other" / "b.txt")
+    (tmp_path / "in" / "again.txt").symlink_to(tmp_path / "other" / "b.txt")
+    (tmp_path / "in" / "folder").symlink_to(tmp_path / "other")
+    (tmp_path / "in" / "empty.jsonl").touch()
+    files, skipped = find_files_and_skipped([tmp_path / "in", tmp_path / "in" / "sub" / "a.txt"])
+    assert [file.name for file in files] == ["in/again.txt", "in/empty.jsonl", "in/sub/a.txt"]
+    assert skipped == {sources.FOLDER_LINK: 1, sources.EMPTY_FILE: 1, sources.NAMED_TWICE: 2}
+    (tmp_path / "other" / "b.txt").unlink()
+    with pytest.raises(DataError, match=r"in/again\.txt is a link to .*b\.txt, which does not exist; restore"):
+        find_files([tmp_path / "in"])
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("a.jsonl.bz2", "files (.bz2 is not read: compress it with gzip or zstd instead)"),
+        ("a.tar.gz", "files (.tar.gz is not read: unpack it)"),
+        ("a.arrow", "files (.arrow is not read: convert it to parquet)"),
+        ("a.png", sources.NOT_UTF8),
+    ],
+)
+def test_the_reason_for_leaving_out_a_binary_file_has_the_remedy(tmp_path: Path, name: str, reason: str) -> None:
+    data = b"\x00\xff" * 9
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    [file] = find_files([tmp_path / name])
+    [record] = read_documents(cut_pieces([file], 100)[0], "text")
+    assert record.skipped == reason
+    assert sources.find_binary_reason(file) == ("" if name.endswith("gz") else reason)
+    (tmp_path / name).unlink()
+    (tmp_path / "a.pt").write_text("português")  # a suffix alone does not make a file binary
+    assert documents(tmp_path / "a.pt") == ["português"]
+
+
+def test_damaged_pages_and_columns_of_one_name_in_parquet(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    names = ["text", "text"]
+    parquet.write_table(arrow.table([["a"], ["b"]], names=names), tmp_path / "two.parquet")
+    with pytest.raises(DataError, match=r"two\.parquet has several columns 'text'; rename or remove"):
+        documents(tmp_path / "two.parquet")
+    file = tmp_path / "damaged.parquet"
+    parquet.write_table(arrow.table({"text": [f"{text} {i}" * 9 for i, text in enumerate(TEXTS)]}), file)
+    data = bytearray(file.read_bytes())
+    data[60:400] = bytes(byte ^ 0x5A for byte in data[60:400])
+    file.write_bytes(data)
+    with pytest.raises(DataError, match=r"damaged\.parquet is damaged .*; copy it again"):
+        documents(file)
+
+
+def test_a_device_is_named_as_one() -> None:
+    with pytest.raises(DataError, match=r"/dev/null is a pipe or a device; save its text to a file"):
+        find_files([Path("/dev/null")])
+
+
+def test_a_key_that_occurs_twice_in_a_record_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a", "meta": {"text": "b", "x": {"text": 1}}, "about": "a \\"text\\""}\n')
+    assert documents(file) == ["a"]
+    file.write_text(file.read_text() + '{"text": "a", "text": null}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2 has the key 'text' twice; keep one"):
+        documents(file)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megascale.core.untrusted_files import LFS_POINTER
 from megascale.data.dataset.indexed import IndexedDataset
 from megascale.data.dataset.manifest import check_sampled_tokens
 from megascale.data.dataset.samples import HeldOut
@@ -21,6 +22,7 @@ from megascale.data.prepare.conversations import encode_lines, read_lines
 from megascale.data.tokenizer.chat_template import CHATML, ChatTemplate, TemplateError, load_chat_template
 from megascale.data.tokenizer.tokenizer import load_tokenizer, train_tokenizer
 from megascale.errors import ConfigError, DataError
+from tests.train.test_generation import tokenizer_of
 
 # ChatML without generation blocks, as most tokenizers have it.
 PLAIN = CHATML.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
@@ -277,3 +279,149 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path, megascale) ->
         assert message in run.stderr
     with pytest.raises(ConfigError, match=r"--held-out=1\.5"):
         build_chat(tmp_path / "x", [file], held_out=1.5)
+
+
+# Templates that lack a part of a conversation, as published templates do, or write it as Python prints it.
+SIMPLE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+NO_SYSTEM = SIMPLE.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
+WITH_CALLS = SIMPLE.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}")
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+NULL_CALL = {**CALL, "content": None}
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize(
+    ("source", "record", "part"),
+    [
+        (SIMPLE, {"messages": TURNS[1:3], "tools": TOOLS}, "leaves out the tools"),
+        (SIMPLE, {"messages": [TURNS[1], CALL, *TURNS[3:]]}, r"leaves out messages\[1\]\.tool_calls"),
+        (NO_SYSTEM, {"messages": TURNS}, r"leaves out messages\[0\] \(role 'system'\)"),
+        (WITH_CALLS, {"messages": [TURNS[1], NULL_CALL]}, r"writes the null content of messages\[1\] as the word None"),
+        (
+            SIMPLE,
+            {"messages": [TURNS[1], {"role": "assistant", "content": [{"type": "text", "text": "a"}]}]},
+            r"writes the list of parts in messages\[1\]\.content as Python prints it",
+        ),
+    ],
+)
+def test_a_template_that_leaves_out_a_part_is_refused(source, record, part, marked, folder, tmp_path) -> None:
+    """The part would be missing in training without any sign of it."""
+    if marked:
+        source = source.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+    template = ChatTemplate(source, {}, "partial")
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 1, messages: the template partial {part}.*--chat-template"):
+        encode([record], folder, template, tmp_path / "a.jsonl")
+
+
+def test_complete_templates_are_accepted(folder, tmp_path) -> None:
+    """Reasoning that a template removes is a changed content, not a missing message."""
+    record = {"messages": [{"role": "system", "content": "x"}, TURNS[1], {**CALL, "content": ""}], "tools": TOOLS}
+    encode([record], folder, ChatTemplate("{{ tools }}" + WITH_CALLS, {}, "complete"), tmp_path / "a.jsonl")
+    short = SIMPLE.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+    record = {"messages": [TURNS[1], {"role": "assistant", "content": "<think>hm</think>yes"}]}
+    [(tokens, _)] = encode([record], folder, ChatTemplate(short, {}, "short"), tmp_path / "b.jsonl")
+    assert load_tokenizer(folder / "tokenizer.json").decode(tokens).endswith("<assistant>yes\n")
+
+
+@pytest.mark.parametrize(
+    ("message", "output"),
+    [
+        ({"weight": 0}, r"messages\[1\]\.weight: 0 leaves the message out of the loss in other trainers"),
+        ({"train": False}, r"messages\[1\]\.train: False"),
+        ({"content": "a \U0010fffe b"}, r"the record: it has U\+10FFFE"),
+        ({"content": "a \U0010ffff b"}, r"the record: it has U\+10FFFE or U\+10FFFF"),
+    ],
+)
+def test_keys_and_characters_that_would_change_the_loss_are_refused(message, output, folder, tmp_path) -> None:
+    answer = {"role": "assistant", "content": "yes"}
+    with pytest.raises(DataError, match=output):
+        encode([{"messages": [TURNS[1], answer | message]}], folder, load_chat_template(folder), tmp_path / "a.jsonl")
+    encode(
+        [{"messages": [TURNS[1], answer | {"weight": 1, "train": True}]}],
+        folder,
+        load_chat_template(folder),
+        tmp_path / "a.jsonl",
+    )
+
+
+@pytest.mark.parametrize("completion", [" green", "green", "naïve", " 中文"])
+@pytest.mark.parametrize("kind", ["llama", "metaspace first", "metaspace always", "unigram", "bytes"])
+def test_a_completion_gets_no_blank_from_the_tokenizer(kind, completion, tmp_path) -> None:
+    """A tokenizer that puts a blank before a text must not put it between a prompt and its completion."""
+    tokenizer = tokenizer_of(kind)
+    file = write(tmp_path / "a.jsonl", [{"prompt": "people like", "completion": completion}])
+    [(_, _, encoded)] = encode_lines(read_lines([file]), tokenizer, None)
+    text = tokenizer.decode(encoded.tokens[:-1])
+    assert text == "people like" + completion
+
+
+def test_damaged_special_tokens_are_refused(folder, tmp_path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "special_tokens_map.json").write_text('{"bos_token": "<s>"')
+    with pytest.raises(DataError, match=r"special_tokens_map\.json cannot be read as JSON.*copy it again"):
+        load_chat_template(copy)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.jsonl.zst", b"", r"\.zst is not read; give JSON lines, plain or compressed with gzip"),
+        ("a.parquet", b"", r"\.parquet is not read"),
+        ("a.json", b'\xef\xbb\xbf [{"prompt": "a"}]', r"begins with a list, and one record per line .*> a\.jsonl"),
+        ("a.jsonl", LFS_POINTER + b"v1\n", r"is a pointer of Git LFS.*git lfs pull"),
+    ],
+)
+def test_other_formats_of_conversations_have_a_remedy(name, data, message, tmp_path) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=rf"--chat=.*{name}:? {message}"):
+        list(read_lines([tmp_path / name]))
+
+
+def test_a_file_of_conversations_counts_once_and_may_be_named_in_capitals(tmp_path) -> None:
+    file = tmp_path / "A.JSONL.GZ"
+    file.write_bytes(gzip.compress(b'{"prompt": "a", "completion": "b"}\n'))
+    (tmp_path / "link.gz").symlink_to(file)
+    assert [line.number for line in read_lines([file])] == [1]
+    with pytest.raises(DataError, match=r"link\.gz is named twice"):
+        list(read_lines([file, tmp_path / "link.gz"]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "source"),
+    [
+        ({"additional_special_tokens": ["<|turn|>"]}, "<|turn|>" + SIMPLE),
+        ({"added_tokens_decoder": {"300": {"content": "<|turn|>"}}}, "<|turn|>" + SIMPLE),
+        ({"bos_token": "<|turn|>"}, "{{ bos_token }}" + SIMPLE),
+    ],
+)
+def test_special_tokens_that_the_vocabulary_lacks_are_refused(settings, source, folder, tmp_path) -> None:
+    """transformers adds such a token, and the name would be encoded as several tokens here."""
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    values = json.loads((copy / "tokenizer_config.json").read_text()) | {"chat_template": source}
+    (copy / "tokenizer_config.json").write_text(json.dumps(values | settings))
+    records = [{"messages": [TURNS[1], {"role": "assistant", "content": f"answer {i}"}]} for i in range(4)]
+    file = write(tmp_path / "a.jsonl", records)
+    with pytest.raises(DataError, match=r"declares the special tokens '<\|turn\|>', which the template .* save it"):
+        build_chat(tmp_path / "out", [file], tokenizer=copy)
+    assert not (tmp_path / "out").exists()
+    (copy / "tokenizer_config.json").write_text(json.dumps(values | {"chat_template": "<|turn|>" + SIMPLE}))
+    notes = build_chat(tmp_path / "out", [file], tokenizer=copy).manifest.notes
+    assert [note.partition("writes ")[2] for note in notes] == [
+        "<|turn|>, which is not a token of the tokenizer, but several"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        (b'{"prompt": "a", "completion": "b", "prompt": "c"}', "prompt"),
+        (b'{"messages": [{"role": "user", "role": "assistant", "content": "a"}]}', "role"),
+    ],
+)
+def test_a_key_that_occurs_twice_is_refused(line, key, folder, tmp_path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(line)
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 1, {key}: the key occurs twice"):
+        list(encode_lines(read_lines([tmp_path / "a.jsonl"]), load_tokenizer(folder / "tokenizer.json"), None))

@@ -130,3 +130,64 @@ def test_bad_descriptions(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"kind": "megascale/tiktoken", "ranks": 5}')
     with pytest.raises(DataError, match="damaged"):
         load_tokenizer(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("special_tokens", "end", "message"),
+    [
+        (
+            {END: 104},
+            None,
+            r"'h' and '<\|endoftext\|>' have the same id 104; take an id in special_tokens of tiny\.json",
+        ),
+        ({END: 270, "<x>": 270}, None, "'<x>' have the same id 270"),
+        ({END: "270"}, None, "the id of '<.*>' is '270'; write an integer"),
+        ({END: -1}, None, "is -1; write an integer"),
+        ([END], None, "special_tokens an object"),
+        ({END: 270}, ["x"], r"no special token \['x'\] to end a document with"),
+    ],
+)
+def test_ids_that_mean_two_tokens_are_refused(
+    tmp_path: Path, special_tokens: object, end: object, message: str
+) -> None:
+    file = described(tmp_path)
+    record = {"pattern": r"\p{L}+|.|\n", "special_tokens": special_tokens, "end_of_document": end}
+    (tmp_path / "tiny.json").write_text(json.dumps(record))
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(file)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (f"{base64.b64encode(b'zz').decode()} 257", "'the' and 'zz' have the same id 257; copy the rank file again"),
+        (f"{base64.b64encode(b'th').decode()} 261", "line 262: the token has the ranks 256 and 261; copy the file"),
+    ],
+)
+def test_a_rank_file_with_a_rank_or_a_token_twice_is_refused(tmp_path: Path, line: str, message: str) -> None:
+    file = described(tmp_path)
+    file.write_text(file.read_text() + line + "\n")
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(file)
+
+
+def test_text_that_a_pattern_skips_is_counted(tmp_path: Path) -> None:
+    file = described(tmp_path)
+    assert load_tokenizer(file).count_lost_bytes(["the thing!\n"]) == 0
+    (tmp_path / "tiny.json").write_text(json.dumps({"pattern": r"\p{L}+", "special_tokens": {END: 270}}))
+    # The blank is white space, which is not counted.
+    assert load_tokenizer(file).count_lost_bytes(["the thing, ✓", "in"]) == len(",✓".encode())
+
+
+def test_ids_without_a_token_have_no_text(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(described(tmp_path))
+    assert tokenizer.decode([257, 265, 5000, 260]) == "theing"
+
+
+def test_an_export_drops_what_the_pattern_skips(tmp_path: Path) -> None:
+    for pattern in (r" ?\p{L}+|.|\n", r"\p{L}+"):
+        (tmp_path / "tiny.json").write_text(json.dumps({"pattern": pattern, "special_tokens": {END: 270}}))
+        tokenizer = load_tokenizer(rank_file(tmp_path / "tiny.tiktoken"))
+        assert isinstance(tokenizer, TiktokenTokenizer)
+        text = "the thing, in ✓!\n"
+        assert tokenizer.to_tokenizers().encode(text).ids == tokenizer.encode(text)

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from megascale.config import DataConfig
+from megascale.core.untrusted_files import LFS_POINTER
 from megascale.data.dataset.indexed import IndexedDataset
 from megascale.data.prepare.builder import build
 from megascale.data.tokenizer import base
@@ -278,3 +279,40 @@ def test_where_the_tokenizer_is_looked_for() -> None:
     assert find_tokenizer_path(DataConfig(train=["a/train"], tokenizer="x.json")) == Path("x.json")
     with pytest.raises(ConfigError, match=r"data\.tokenizer"):
         find_tokenizer_path(DataConfig())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ('{"eos_token": ["</s>"]}', r"eos_token=\['</s>'\]; write the name of one token"),
+        ('{"eos_token": {"content": 4}}', "eos_token=4"),
+        ('{"eos_token": "</s>"', r"tokenizer_config\.json is not JSON .*; copy it again, or remove it"),
+        ("[]", r"tokenizer_config\.json is not a JSON object"),
+    ],
+)
+def test_settings_that_do_not_name_the_end_are_refused(tmp_path: Path, settings: str, message: str) -> None:
+    """Without an error, the first known name would end the documents instead of the configured token."""
+    WORDS.save(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_a_byte_order_mark_before_the_settings_is_no_damage(tmp_path: Path) -> None:
+    train_tokenizer(["a b"], 300, ["<end>"]).save(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}', encoding="utf-8-sig")
+    assert load_tokenizer(tmp_path / "tokenizer.json").end_of_document == 1
+
+
+def test_a_tokenizer_that_draws_its_tokens_is_refused(tmp_path: Path) -> None:
+    record = json.loads(WORDS.to_json())
+    record["model"]["dropout"] = 0.1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(record))
+    with pytest.raises(DataError, match=r"model\.dropout=0\.1.*set it to null"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_a_pointer_in_the_position_of_a_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(LFS_POINTER + b"v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(DataError, match=r"pointer of Git LFS.*git lfs pull"):
+        load_tokenizer(tmp_path / "tokenizer.json")

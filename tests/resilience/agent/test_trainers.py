@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from megascale.config import ForeignConfig, ResilienceConfig
 from megascale.core.exit_record import ExitKind, ExitRecord
 from megascale.core.grid import Grid
-from megascale.core.process_orders import DYING_VARIABLE, Resume, read_orders
+from megascale.core.process_orders import DYING_VARIABLE, PrepareGroups, Resume, read_orders
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.core.status import PARKED
 from megascale.observe.hang.evidence import read_process_state
@@ -33,6 +33,7 @@ from megascale.resilience.agent.rank_programs import MegascaleTrainer, Progress,
 from megascale.resilience.agent.trainers import Trainers
 from megascale.resilience.process_birth import read_birth_time
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Start
+from megascale.resilience.protocol.agent_messages import PrepareGroups as GroupsOrder
 from megascale.resilience.protocol.fork_messages import (
     FROM_CHILD,
     FROM_FORK_SERVER,
@@ -447,6 +448,40 @@ def test_prepared_processes_wait_on_for_a_later_attempt(tmp_path: Path) -> None:
     assert (local.attempt, local._start_order) == (3, later)
     local.trainers[3].end(9)
     assert not local.continue_preparation(replace(later, attempt=4))
+
+
+@pytest.mark.parametrize("is_joining", [False, True])
+def test_ranks_receive_the_order_to_prepare_groups(is_joining: bool, tmp_path: Path) -> None:
+    local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
+    agent_end, server_end = socket.socketpair()
+    local._socket, local._is_preparing, local.attempt = agent_end, is_joining, 2
+    local.trainers = {3: TrainerProcess(3, tmp_path / "log", 0, pid=5), 4: TrainerProcess(4, tmp_path / "log", 0)}
+    local.trainers[4].end(9)
+    local.trainers[3].progress = Progress(PARKED)
+    order = GroupsOrder(1, 2, number=8, ranks=(2, 3), world=4, data=4, master=("h", 7))
+    local.prepare_groups(replace(order, attempt=1))  # of an earlier attempt
+    local.prepare_groups(replace(order, ranks=(2,)))  # for another number of ranks
+    assert local.trainers[3].is_parked
+    local.prepare_groups(order)
+    local.prepare_groups(GroupsOrder(1, 2, number=9))
+    agent_end.close()
+    instructions = list(FrameReader(TO_FORK_SERVER).feed(server_end.recv(65536)))
+    server_end.close()
+    assert [instruction.pid for instruction in instructions] == [5, 5]
+    reading_end, writing_end = os.pipe()
+    os.write(writing_end, b"".join(instruction.line for instruction in instructions))
+    os.close(writing_end)
+    made, dropped = read_orders(reading_end)
+    os.close(reading_end)
+    assert made == PrepareGroups(attempt=2, number=8, rank=2, world=4, data=4, master=("h", 7))
+    assert dropped == PrepareGroups(attempt=2, number=9, rank=3)
+    # A process that joins counts as prepared again only after a new record of its status.
+    assert local.trainers[3].is_parked is not is_joining
+    del local.trainers[4]
+    assert local.find_ended_groups() == 0
+    if is_joining:
+        local.trainers[3].progress = Progress(PARKED)
+        assert local.find_ended_groups() == 9
 
 
 @pytest.mark.parametrize("was_preparing", [False, True], ids=["parked after an attempt", "being killed"])

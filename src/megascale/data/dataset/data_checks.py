@@ -132,7 +132,7 @@ def check_run_data(
     """
     check_samples(data)
     check_tokenizers(data, sequence_length, vocab_size)
-    notes = check_text(data)
+    notes = check_text(data) + list_skipped_text(data) + find_trained_validation(data)
     record = run / "samples" / SOURCES_FILE
     fingerprints = fingerprint_sources(data)
     if consumed:
@@ -145,6 +145,38 @@ def check_run_data(
     if is_leader and not (consumed and read_identity(run)):
         write_identity(run, data)
     return notes
+
+
+def list_skipped_text(data: DataConfig) -> list[str]:
+    """Return a note for the files and links of data.train that cannot be trained, or an empty list.
+
+    Text is read during training, so each file is judged by its beginning.
+    """
+    entries = [Path(entry) for entry in data.train if is_text(entry)]
+    if not entries:
+        return []
+    files, skipped = sources.find_files_and_skipped(entries)
+    for file in files:
+        if reason := sources.find_binary_reason(file):
+            skipped[reason] = skipped.get(reason, 0) + 1
+    if not skipped:
+        return []
+    counts = ", ".join(f"{reason}: {count}" for reason, count in skipped.items())
+    return [f"data.train leaves out {counts}"]
+
+
+def find_trained_validation(data: DataConfig) -> list[str]:
+    """Return a note if data.valid has the tokens of a file in data.train, or an empty list."""
+    if data.valid is None:
+        return []
+    valid_fingerprint = fingerprint_file(list_token_files(data.valid)[0])
+    for entry in data.train:
+        if not is_text(entry) and fingerprint_file(list_token_files(entry)[0]) == valid_fingerprint:
+            return [
+                f"data.valid={data.valid} has the tokens of {entry} in data.train, so its loss is not that of held-out "
+                "text; name a file that is not trained"
+            ]
+    return []
 
 
 def compare_fingerprints(record: Path, fingerprints: Mapping[str, str]) -> None:

@@ -400,6 +400,23 @@ class SampleSource:
         return samples
 
 
+def _cut_between_documents(document_starts: NDArray[np.int64], tokens: int, length: int) -> NDArray[np.int64]:
+    """Return the first token of each window of at most `length` tokens, and `tokens`.
+
+    A window ends with a document. Only a document of more than `length` tokens is cut.
+    """
+    edges = [0]
+    while edges[-1] < tokens:
+        stop = edges[-1] + length
+        if stop < tokens:
+            # The last document that begins in the window, or at its end, begins the next window.
+            next_document = int(document_starts[np.searchsorted(document_starts, stop, side="right") - 1])
+            if next_document > edges[-1]:
+                stop = next_document
+        edges.append(min(stop, tokens))
+    return np.array(edges, dtype=np.int64)
+
+
 class HeldOut:
     """A token file for evaluation, in which each token is a target exactly once.
 
@@ -407,6 +424,10 @@ class HeldOut:
     below sequence_length gives each token more context, for more work. The first token of the file is predicted from
     the last one, which is an end of document in files that `megascale data build` made. The last window is padded;
     padding has target IGNORE.
+
+    If documents are kept apart and no stride is given, a window ends before a document that it would cut, unless the
+    document is longer than sequence_length. So each token has all earlier tokens of its document as context, or as many
+    as a window holds. All windows are then padded.
 
     Args:
         prefix: the file, as an entry of data.valid.
@@ -445,8 +466,12 @@ class HeldOut:
         self.fields = find_sample_fields(prefix)
         self._file = open_tokens(prefix)
         self.document_starts: NDArray[np.int64] | None = None
+        # First target of each window and the number of tokens, [windows + 1], if windows end with documents.
+        self._window_edges: NDArray[np.int64] | None = None
         if max_documents:
             self.document_starts = require_document_starts(self._file, setting)
+            if stride is None:
+                self._window_edges = _cut_between_documents(self.document_starts, self._file.tokens, sequence_length)
             # At least the maximum of training, so that evaluation has array shapes for which kernels were chosen.
             count = max(max_documents, self._count_max_documents(self.document_starts))
             self.fields = add_document_fields(self.fields, count, setting, prefix)
@@ -454,16 +479,25 @@ class HeldOut:
         self.tokens = self._file.tokens
         if not self.tokens:
             raise DataError(f"held-out file {prefix} has no tokens; build it with more text")
-        self.windows = -(-self.tokens // self.stride)  # rounded up
+        if self._window_edges is None:
+            self.windows = -(-self.tokens // self.stride)  # rounded up
+        else:
+            self.windows = len(self._window_edges) - 1
 
     def __reduce__(self) -> tuple[Any, ...]:
         # add_document_fields has added one document for padding.
         max_documents = 0 if self.document_starts is None else self.fields.max_documents - 1
-        arguments = (self.prefix, self.sequence_length, self.vocab_size, self.stride, self.setting, max_documents)
+        stride = self.stride if self._window_edges is None else None
+        arguments = (self.prefix, self.sequence_length, self.vocab_size, stride, self.setting, max_documents)
         return HeldOut, arguments
 
     def _count_max_documents(self, document_starts: NDArray[np.int64]) -> int:
         """Return the largest number of documents in a window."""
+        if self._window_edges is not None:
+            windows = [self._locate_window(window) for window in range(len(self._window_edges) - 1)]
+            first = np.searchsorted(document_starts, [first_predicted for first_predicted, _, _ in windows])
+            last = np.searchsorted(document_starts, [stop for _, _, stop in windows])
+            return 1 + int((last - first).max(initial=0))
         first_targets = np.maximum(0, np.arange(0, self._file.tokens, self.stride) + self.stride - self.sequence_length)
         first_inputs = first_targets - 1
         # A window holds one document that began at or before its first input, and those that begin within it.
@@ -492,6 +526,8 @@ class HeldOut:
 
     def count_targets(self, windows: Sequence[int]) -> int:
         """Return the number of targets of the given windows."""
+        if self._window_edges is not None:
+            return int(np.diff(self._window_edges)[list(windows)].sum())
         return sum(min(self.stride, self.tokens - window * self.stride) for window in windows)
 
     def _locate_window(self, window: int) -> tuple[int, int, int]:
@@ -500,6 +536,12 @@ class HeldOut:
         The window's columns predict the tokens from the first predicted token to stop - 1. Tokens before the first
         target only give context, since an earlier window has them as targets.
         """
+        if self._window_edges is not None and self.document_starts is not None:
+            first_target, stop = self._window_edges[window : window + 2].tolist()
+            document = np.searchsorted(self.document_starts, first_target, side="right") - 1
+            document_start = int(self.document_starts[document])
+            # The end of a long document gets earlier tokens of the document as context.
+            return max(document_start, stop - self.sequence_length), first_target, stop
         first_target = window * self.stride
         first_predicted = max(0, first_target + self.stride - self.sequence_length)
         return first_predicted, first_target, min(first_target + self.stride, self.tokens)

@@ -6,7 +6,10 @@ of a file, in upper or lower case:
 - .jsonl, .ndjson and .jsonlines: one record per line.
 - .json: one record per line, a list of records, or one record.
 - .parquet: one row per document.
+- .csv and .tsv whose first line names the key: refused, since each row would be a document.
 - Any other file that is UTF-8 without zero bytes is text.
+
+Pointers of Git LFS, and links whose target is missing, are refused: they stand for text that is elsewhere.
 
 All but parquet files may be compressed, with .gz or .zst after the suffix. Plain JSON lines are cut into byte ranges
 and parquet into row groups, so that one large file occupies all workers. A compressed file or a list of records is one
@@ -15,6 +18,7 @@ piece.
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -23,6 +27,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megascale.core.untrusted_files import is_lfs_pointer
 from megascale.data.dataset.json_values import TooLongError, read_values
 from megascale.data.dataset.metered_files import (
     CHUNK_BYTES,
@@ -41,6 +46,16 @@ UNPACKED_TEXT_LIMIT = 1 << 30  # bytes of a compressed text file, decompressed
 TEXT_LIMIT = 4 << 30  # bytes of a text file
 _PARQUET_BATCH_ROWS = 256
 _PARQUET_BATCH_BYTES = 64 << 20
+_TABLE_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+# Suffixes of binary formats that may hold text and are not read, with the remedy.
+_UNREAD_FORMATS = {
+    **dict.fromkeys((".bz2", ".xz", ".lzma", ".lz4", ".br", ".z", ".snappy"), "compress it with gzip or zstd instead"),
+    **dict.fromkeys((".zip", ".7z", ".rar", ".tar", ".tgz", ".tar.gz", ".tar.zst"), "unpack it"),
+    **dict.fromkeys((".arrow", ".feather", ".orc", ".avro"), "convert it to parquet"),
+    **dict.fromkeys((".pkl", ".pickle", ".pt", ".npy", ".npz", ".h5"), "convert it to parquet or JSON lines"),
+    **dict.fromkeys((".xlsx", ".xls", ".docx", ".pdf", ".epub"), "convert it to text"),
+}
+_PROBE_BYTES = 1 << 12  # beginning of a file that shows whether it is binary
 # Reasons for skipping a file or record, as reports name them.
 NOT_UTF8 = "files (not UTF-8 text)"
 EMPTY_FILE = "files (empty)"
@@ -49,6 +64,8 @@ NOT_RECORDS = "files (JSON without records of text)"
 NULL_TEXT = "records (text is null)"
 EMPTY_TEXT = "records (text is empty)"
 RECORD_NOT_UTF8 = "records (text is not UTF-8)"
+NAMED_TWICE = "files (named twice)"
+FOLDER_LINK = "links to folders"
 
 
 @dataclass(frozen=True)
@@ -109,24 +126,59 @@ class TextRecord(NamedTuple):
 def find_files(inputs: Sequence[Path], excluded_folder: Path | None = None) -> list[SourceFile]:
     """Return the files of `inputs` and below, in a stable order. Raises DataError if there are none.
 
-    Hidden files and links to folders are left out, and so are files below `excluded_folder`, which a build writes.
+    Hidden files and links to folders are left out, and so are files below `excluded_folder`, which a build writes. A
+    file that is reached twice, through a link or through two inputs, is returned once. Raises DataError for a link
+    whose target is missing, and for a pointer of Git LFS.
     """
+    files, _ = find_files_and_skipped(inputs, excluded_folder)
+    return files
+
+
+def find_files_and_skipped(
+    inputs: Sequence[Path], excluded_folder: Path | None = None
+) -> tuple[list[SourceFile], dict[str, int]]:
+    """Return the result of `find_files`, and the numbers of files and links that were left out, by reason."""
     excluded = None if excluded_folder is None else excluded_folder.resolve()
     files: list[SourceFile] = []
+    skipped: dict[str, int] = {}
     for entry in inputs:
         if entry.is_file():
             files.append(_describe_file(entry.name, entry))
         elif entry.is_dir():
-            paths = [path for path in entry.rglob("*") if path.is_file() and excluded not in path.resolve().parents]
-            for name, path in sorted((path.relative_to(entry).as_posix(), path) for path in paths):
-                is_hidden = any(component.startswith(".") for component in name.split("/"))
-                if not is_hidden:
-                    files.append(_describe_file(f"{entry.name}/{name}", path))
+            for name, path in _list_visible(entry):
+                if path.is_file():
+                    if excluded not in path.resolve().parents:
+                        files.append(_describe_file(f"{entry.name}/{name}", path))
+                elif path.is_symlink() and path.is_dir():
+                    skipped[FOLDER_LINK] = skipped.get(FOLDER_LINK, 0) + 1
+                elif path.is_symlink() and not path.exists():
+                    raise DataError(
+                        f"input {path} is a link to {path.readlink()}, which does not exist; restore the "
+                        "file, or remove the link"
+                    )
+        elif entry.exists():
+            raise DataError(f"input {entry} is a pipe or a device; save its text to a file, and give the file")
         else:
             raise DataError(f"input {entry} does not exist; give files or folders of text")
     if not files:
         raise DataError(f"no files in {', '.join(map(str, inputs))}; give a folder that holds text")
-    return files
+    # An empty file of records has no pieces, so no worker counts it.
+    if empty_count := sum(1 for file in files if file.kind == "lines" and not file.size):
+        skipped[EMPTY_FILE] = empty_count
+    files_by_target: dict[Path, SourceFile] = {}
+    for file in files:
+        files_by_target.setdefault(file.path.resolve(), file)
+    if len(files_by_target) < len(files):
+        skipped[NAMED_TWICE] = len(files) - len(files_by_target)
+    return list(files_by_target.values()), skipped
+
+
+def _list_visible(folder: Path) -> list[tuple[str, Path]]:
+    """Return the entries below a folder that are not hidden, each with its name relative to the folder, in order."""
+    entries = [(path.relative_to(folder).as_posix(), path) for path in folder.rglob("*")]
+    return sorted(
+        (name, path) for name, path in entries if not any(component.startswith(".") for component in name.split("/"))
+    )
 
 
 def _describe_file(name: str, path: Path) -> SourceFile:
@@ -134,6 +186,8 @@ def _describe_file(name: str, path: Path) -> SourceFile:
     if find_compression(path):
         plain_name = plain_name.rpartition(".")[0]
     kind = "text"
+    if is_lfs_pointer(path):
+        raise DataError(f"input {path} is a pointer of Git LFS, not the file itself; get the file with `git lfs pull`")
     if plain_name.endswith(_JSON_LINES_SUFFIXES):
         kind = "lines"
     elif plain_name.endswith(".json"):
@@ -142,6 +196,22 @@ def _describe_file(name: str, path: Path) -> SourceFile:
     elif path.suffix.lower() == ".parquet":
         kind = "parquet"
     return SourceFile(name, path, path.stat().st_size, kind)
+
+
+def _explain_binary(path: Path) -> str:
+    """Return the reason for skipping a file that is not UTF-8 text, with the remedy if its suffix shows one."""
+    for suffix, remedy in _UNREAD_FORMATS.items():
+        if path.name.lower().endswith(suffix):
+            return f"files ({suffix} is not read: {remedy})"
+    return NOT_UTF8
+
+
+def find_binary_reason(file: SourceFile) -> str:
+    """Return the reason for which a plain text file will be skipped, judged by its beginning, or an empty string."""
+    if file.kind != "text" or find_compression(file.path):
+        return ""
+    with _raise_data_errors(file.path), open(file.path, "rb") as opened:
+        return _explain_binary(file.path) if b"\x00" in opened.read(_PROBE_BYTES) else ""
 
 
 def _find_json_kind(path: Path) -> str:
@@ -220,7 +290,7 @@ def read_documents(piece: InputPiece, key: str, meter: Meter | None = None) -> G
         if piece.kind == "text":
             splits = piece.sides or [""] * len(piece.paths)
             for name, split in zip(piece.paths, splits, strict=True):
-                yield _read_text(Path(name), split, meter)
+                yield _read_text(Path(name), split, meter, key)
         elif piece.kind == "parquet":
             yield from _read_parquet(Path(piece.paths[0]), piece, key, meter)
         elif piece.kind == "json":
@@ -229,7 +299,7 @@ def read_documents(piece: InputPiece, key: str, meter: Meter | None = None) -> G
             yield from _read_lines(Path(piece.paths[0]), piece, key, meter)
 
 
-def _read_text(path: Path, split: str, meter: Meter | None) -> TextRecord:
+def _read_text(path: Path, split: str, meter: Meter | None, key: str) -> TextRecord:
     size = path.stat().st_size
     limit = UNPACKED_TEXT_LIMIT if find_compression(path) else TEXT_LIMIT
     contents: list[bytes] = []
@@ -237,7 +307,7 @@ def _read_text(path: Path, split: str, meter: Meter | None) -> TextRecord:
     with closing(read_chunks(path, meter)) as chunks:
         for chunk, _ in chunks:
             if b"\x00" in chunk:
-                return TextRecord("", size, skipped=NOT_UTF8)
+                return TextRecord("", size, skipped=_explain_binary(path))
             contents.append(chunk)
             length += len(chunk)
             if length > limit:
@@ -248,10 +318,29 @@ def _read_text(path: Path, split: str, meter: Meter | None) -> TextRecord:
     try:
         text = b"".join(contents).decode("utf-8-sig")
     except UnicodeDecodeError:
-        return TextRecord("", size, skipped=NOT_UTF8)
+        return TextRecord("", size, skipped=_explain_binary(path))
     if not text.strip():
         return TextRecord("", size, skipped=EMPTY_FILE)
+    _refuse_table(path, text, key)
     return TextRecord(text, size, split)
+
+
+def _refuse_table(path: Path, text: str, key: str) -> None:
+    """Raise DataError for a .csv or .tsv file with a column `key`, whose rows are meant to be documents."""
+    plain_path = path.with_suffix("") if find_compression(path) else path
+    delimiter = _TABLE_DELIMITERS.get(plain_path.suffix.lower())
+    if delimiter is None:
+        return
+    first_line = text.lstrip().partition("\n")[0]
+    columns = next(csv.reader([first_line], delimiter=delimiter), [])
+    if key in (column.strip() for column in columns):
+        options = f"c.ParseOptions(delimiter={delimiter!r}, newlines_in_values=True)"
+        raise DataError(
+            f"input {path} is a table with the column {key!r}, and tables are not read; convert it with `python -c "
+            f"\"import pyarrow.csv as c, pyarrow.parquet as q; q.write_table(c.read_csv('{path}', "
+            f"parse_options={options}), '{plain_path.with_suffix('.parquet')}')\"` and move it away, or rename it to "
+            ".txt to train on the table as one text"
+        )
 
 
 def _read_lines(path: Path, piece: InputPiece, key: str, meter: Meter | None) -> Iterator[TextRecord]:
@@ -261,13 +350,17 @@ def _read_lines(path: Path, piece: InputPiece, key: str, meter: Meter | None) ->
     else:
         lines = _read_range(path, piece.start, piece.stop, meter)
     line_number = 0
+    quoted_key = json.dumps(key).encode()
     try:
         for line, offset, input_bytes in lines:
             line_number += 1
             # The line's number is unknown in a byte range that does not begin the file.
             location = f"{path}, byte {offset}" if piece.start else f"{path}, line {line_number}"
             if line.strip():
-                yield _read_record(_parse_json(line, location), key, location, input_bytes)
+                record = _parse_json(line, location)
+                if line.count(quoted_key) > 1:
+                    _refuse_repeated_key(line, key, location)
+                yield _read_record(record, key, location, input_bytes)
             else:
                 yield TextRecord("", input_bytes)  # a blank line, or nothing after the last line's end
     except TooLongError:
@@ -327,6 +420,18 @@ def _parse_json(line: bytes, location: str) -> Any:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
         raise _not_json_error(location, error) from None
+
+
+def _refuse_repeated_key(line: bytes, key: str, location: str) -> None:
+    """Raise DataError for an object that has the key twice, since only the last text would be read."""
+
+    def count_key(pairs: list[tuple[str, Any]]) -> int:
+        return sum(1 for name, _ in pairs if name == key)
+
+    # The hook is also called for objects within the record, whose results are values of the pairs.
+    key_count = json.loads(line, object_pairs_hook=count_key)
+    if isinstance(key_count, int) and key_count > 1:
+        raise DataError(f"{location} has the key {key!r} twice; keep one text per record")
 
 
 def _not_json_error(location: str, error: Exception) -> DataError:
@@ -473,6 +578,8 @@ def _read_parquet(path: Path, piece: InputPiece, key: str, meter: Meter | None) 
                     f"{path} has no column {key!r} (it has {', '.join(map(repr, file.schema_arrow.names))}); name the "
                     "column with --text-key"
                 )
+            if file.schema_arrow.names.count(key) > 1:
+                raise DataError(f"{path} has several columns {key!r}; rename or remove all but one of them")
             groups = [file.metadata.row_group(g) for g in range(piece.start, piece.stop)]
             rows = max(1, sum(group.num_rows for group in groups))
             row = 0
@@ -494,7 +601,10 @@ def _read_parquet(path: Path, piece: InputPiece, key: str, meter: Meter | None) 
                     if isinstance(text, str | bytes) and len(text) > RECORD_LIMIT:
                         raise _too_long_error(location)
                     yield _make_text_record(text, key, location, size)
-    except arrow.ArrowException as error:
+    except (arrow.ArrowException, OSError) as error:
+        # Arrow raises OSError for damaged pages. An error of the operating system has a number.
+        if getattr(error, "errno", None):
+            raise
         raise DataError(f"input {path} is damaged ({error}); copy it again or leave it out") from None
 
 

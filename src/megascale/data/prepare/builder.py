@@ -17,7 +17,7 @@ import platform
 import shutil
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,8 @@ class _BuildPlan:
         pieces: pieces of the input.
         split: rule that assigns documents to training and held-out text.
         key: key of the text in jsonl records and parquet rows.
+        skipped: numbers of files and links that have no piece, by reason.
+        vocab_size: requested size of a tokenizer that is trained; 0: a tokenizer is given.
     """
 
     recipe: str
@@ -85,6 +87,8 @@ class _BuildPlan:
     pieces: list[InputPiece]
     split: Split
     key: str
+    skipped: dict[str, int] = field(default_factory=dict)
+    vocab_size: int = 0
 
     @property
     def size(self) -> int:
@@ -142,11 +146,12 @@ def build(
         tokenizer_settings = [given_tokenizer.sha256, given_tokenizer.end_of_document]
         tokenizer_settings += given_tokenizer.begin_of_document
     files: list[sources.SourceFile] = []
+    skipped: dict[str, int] = {}
     if use_stdlib:
         settings: list[Any] = [tokenizer_settings, None]
     else:
         settings = [tokenizer_settings, [held_out, text_key]]
-        files = sources.find_files([Path(path) for path in inputs], excluded_folder=out)
+        files, skipped = sources.find_files_and_skipped([Path(path) for path in inputs], excluded_folder=out)
     recipe = _hash_inputs(settings, files)
     manifest = find_result(out, recipe)
     if manifest is not None:
@@ -156,6 +161,9 @@ def build(
         plan = _plan_stdlib(recipe)
     else:
         plan = _plan_files(recipe, files, [str(path) for path in inputs], share=held_out, key=text_key)
+        plan = replace(plan, skipped=skipped)
+    if given_tokenizer is None:
+        plan = replace(plan, vocab_size=vocab_size)
     with _make_progress_bars(progress) as bars, _lock_parts_folder(out, plan) as parts_folder:
         if not (parts_folder / TOKENIZER).exists():
             _add_tokenizer(parts_folder, plan, given_tokenizer, vocab_size, bars)
@@ -367,7 +375,7 @@ def _join_pieces(out: Path, parts_folder: Path, plan: _BuildPlan, bars: Progress
     tokenizer = load_tokenizer(parts_folder / TOKENIZER)
     records = [read_finished(parts_folder, piece.number) for piece in plan.pieces]
     encoded_pieces = [record for record in records if record is not None]
-    skipped: dict[str, int] = {}
+    skipped = dict(plan.skipped)
     for piece in encoded_pieces:
         for reason, count in piece.skipped.items():
             skipped[reason] = skipped.get(reason, 0) + count
@@ -384,7 +392,12 @@ def _join_pieces(out: Path, parts_folder: Path, plan: _BuildPlan, bars: Progress
     check_representation(tokenizer, sum(sizes.values()), sum(lost.values()), plan.format_inputs())
     tokenizer.save(out / TOKENIZER)
     dtype = choose_token_dtype(tokenizer.vocab_size)
-    notes = (_make_begin_note(tokenizer), _make_loss_note(sizes, lost), _make_share_note(sizes, plan))
+    notes = (
+        _make_begin_note(tokenizer),
+        _make_loss_note(sizes, lost),
+        _make_share_note(sizes, plan),
+        _make_vocabulary_note(tokenizer, plan),
+    )
     manifest = Manifest(
         plan.inputs,
         plan.recipe,
@@ -492,6 +505,16 @@ def _make_share_note(sizes: dict[str, int], plan: _BuildPlan) -> str:
     if any(piece.sides for piece in plan.pieces) or abs(share - requested) <= requested / 2:
         return ""
     return f"{share:.2%} of the text is held out, where --held-out={requested:g} requests {requested:.2%}"
+
+
+def _make_vocabulary_note(tokenizer: Tokenizer, plan: _BuildPlan) -> str:
+    """Return a note if a trained tokenizer has fewer entries than requested, because the text has no more merges."""
+    if tokenizer.vocab_size >= plan.vocab_size:
+        return ""
+    return (
+        f"the tokenizer has {tokenizer.vocab_size:,} entries, where --vocab-size={plan.vocab_size} requests more: the "
+        "text has too few different words"
+    )
 
 
 def _make_progress_bars(show: bool) -> Progress:

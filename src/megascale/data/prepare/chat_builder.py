@@ -28,6 +28,7 @@ from megascale.data.tokenizer.chat_template import (
     CHATML_END,
     TEMPLATE,
     ChatTemplate,
+    check_special_tokens,
     find_template,
     load_chat_template,
     read_template,
@@ -163,6 +164,9 @@ def build_chat(
     used_tokenizer = given_tokenizer
     if used_tokenizer is None:
         used_tokenizer = train_tokenizer(_read_texts(paths), vocab_size, [CHATML_BEGIN, CHATML_END])
+    template_notes: list[str] = []
+    if chat_template is not None and tokenizer_folder is not None:
+        template_notes = check_special_tokens(chat_template, tokenizer_folder, used_tokenizer)
     try:
         result = _encode(out, paths, used_tokenizer, chat_template, threshold, max_tokens)
     except DataError:
@@ -171,7 +175,8 @@ def build_chat(
             out.rmdir()
         raise
     _save_tokenizer(out, used_tokenizer, tokenizer_folder, chat_template)
-    result.manifest = _make_manifest(out, paths, recipe, used_tokenizer, result.statistics)
+    notes = [*template_notes, *_list_notes(result.statistics)]
+    result.manifest = _make_manifest(out, paths, recipe, used_tokenizer, result.statistics, notes=notes)
     result.manifest.save(out)
     return result
 
@@ -309,7 +314,13 @@ def _save_tokenizer(out: Path, tokenizer: Tokenizer, source: Path | None, templa
 
 
 def _make_manifest(
-    out: Path, files: Sequence[Path], recipe: str, tokenizer: Tokenizer, statistics: dict[str, SplitStatistics]
+    out: Path,
+    files: Sequence[Path],
+    recipe: str,
+    tokenizer: Tokenizer,
+    statistics: dict[str, SplitStatistics],
+    *,
+    notes: list[str],
 ) -> Manifest:
     parts = {}
     for split, split_statistics in statistics.items():
@@ -332,7 +343,7 @@ def _make_manifest(
         dtype=choose_token_dtype(tokenizer.vocab_size).name,
         parts=parts,
         version=__version__,
-        notes=list(_list_notes(statistics)),
+        notes=notes,
     )
 
 

@@ -18,12 +18,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megascale.core.untrusted_files import LFS_POINTER, open_regular
 from megascale.data.tokenizer.base import Tokenizer
-from megascale.data.tokenizer.chat_template import ChatTemplate, Message, RenderedChat, TemplateError
+from megascale.data.tokenizer.chat_template import ChatTemplate, Message, RenderedChat, TemplateError, has_marks
 from megascale.errors import DataError
 
 _BATCH_CONVERSATIONS = 512  # conversations passed to the tokenizer at a time
 _MAX_NAMED_FAULTS = 5  # records that one error names
+_UNREAD_SUFFIXES = (".zst", ".bz2", ".xz", ".zip", ".parquet", ".arrow", ".csv", ".tsv")  # of files of conversations
+_PROBE_BYTES = 1 << 12  # beginning of a file that shows its format
+_MARK_BYTES = b"\xf4\x8f\xbf"  # the first bytes of the two characters that `has_marks` finds
+# Keys by which other trainers leave a message out of the loss, and their only values that change nothing.
+_TRAINED_VALUES: dict[str, tuple[Any, ...]] = {"weight": (None, 1), "train": (None, True), "trainable": (None, True)}
 
 
 @dataclass(frozen=True)
@@ -94,9 +100,17 @@ class _RecordError(ValueError):
 
 
 def read_lines(files: Sequence[Path]) -> Iterator[Line]:
-    """Yield the lines of JSON-lines files (plain or .gz) that are not blank. Raises DataError for unreadable files."""
+    """Yield the lines of JSON-lines files (plain or .gz) that are not blank.
+
+    Raises DataError for unreadable files, other formats, and a file that is named twice.
+    """
+    read_files: set[Path] = set()
     for file in files:
-        opener = gzip.open if file.suffix == ".gz" else open
+        if file.resolve() in read_files:
+            raise DataError(f"--chat={file} is named twice, so its conversations would be repeated; name it once")
+        read_files.add(file.resolve())
+        _check_format(file)
+        opener = gzip.open if file.suffix.lower() == ".gz" else open
         try:
             with opener(file, "rb") as lines:
                 for number, data in enumerate(lines, 1):
@@ -105,6 +119,25 @@ def read_lines(files: Sequence[Path]) -> Iterator[Line]:
         except (OSError, EOFError, zlib.error) as error:  # a damaged .gz raises all three
             reason = getattr(error, "strerror", None) or error
             raise DataError(f"--chat={file} cannot be read: {reason}; name a complete file") from None
+
+
+def _check_format(file: Path) -> None:
+    """Raise DataError for a file whose suffix or beginning shows another format than JSON lines."""
+    suffix = file.suffix.lower()
+    if suffix in _UNREAD_SUFFIXES:
+        raise DataError(f"--chat={file}: {suffix} is not read; give JSON lines, plain or compressed with gzip (.gz)")
+    try:
+        with open(file, "rb", opener=open_regular) as opened:
+            beginning = opened.read(_PROBE_BYTES)
+    except OSError:
+        return  # the caller reports it
+    if beginning.startswith(LFS_POINTER):
+        raise DataError(f"--chat={file} is a pointer of Git LFS, not the file itself; get the file with `git lfs pull`")
+    if beginning.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+        raise DataError(
+            f'--chat={file} begins with a list, and one record per line is read; convert it with `python -c "import '
+            f"json; [print(json.dumps(r)) for r in json.load(open('{file}'))]\" > {file.with_suffix('.jsonl').name}`"
+        )
 
 
 def parse_conversation(line: Line) -> Conversation:
@@ -117,20 +150,35 @@ def parse_conversation(line: Line) -> Conversation:
 
 def _parse_json(data: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(data)
+        record = json.loads(data, object_pairs_hook=_make_object)
+    except _RecordError:
+        raise
     except (ValueError, RecursionError) as error:
         raise _RecordError("the record", f"it is not JSON ({error}); write one object per line") from None
     if not isinstance(record, dict):
         raise _RecordError("the record", f"it is {_describe(record)}; write an object with the key messages")
-    if b"\\u" in data:
+    if b"\\u" in data or _MARK_BYTES in data:
         _check_unicode(record)
     return record
 
 
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises _RecordError for a key that occurs twice, of which only the last would be read."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise _RecordError(repeated, "the key occurs twice in one object; keep one of them")
+    return result
+
+
 def _check_unicode(record: dict[str, Any]) -> None:
-    """Raise _RecordError for a record with half of a surrogate pair, which no tokenizer can encode."""
+    """Raise _RecordError for half of a surrogate pair, which no tokenizer can encode, and for a template's marks."""
+    text = json.dumps(record, ensure_ascii=False)
+    if has_marks(text):
+        raise _RecordError("the record", "it has U+10FFFE or U+10FFFF, which are not characters; remove them")
     try:
-        json.dumps(record, ensure_ascii=False).encode()
+        text.encode()
     except UnicodeEncodeError as error:
         surrogate = f"\\u{ord(error.object[error.start]):04x}"
         raise _RecordError(
@@ -174,6 +222,13 @@ def _check_messages(value: Any, key: str) -> tuple[Message, ...]:
         is_text = isinstance(content, str) or (isinstance(content, list) and content)
         if not is_text and not message.get("tool_calls"):
             raise _RecordError(f"{key}[{index}].content", f"it is {_describe(content)}; write a text")
+        for name, allowed in _TRAINED_VALUES.items():
+            if message.get(name) not in allowed:
+                raise _RecordError(
+                    f"{key}[{index}].{name}",
+                    f"{message[name]!r} leaves the message out of the loss in other trainers and has no effect here; "
+                    "remove the key, or write prompt and completion, since messages of prompt do not count",
+                )
     return tuple(value)
 
 
@@ -287,7 +342,7 @@ def weigh_tokens(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, 
 def _encode_pair(conversation: Conversation, tokenizer: Tokenizer) -> EncodedConversation:
     """Encode prompt and completion separately, as generation encodes a prompt, and end with the end of document."""
     prompt = tokenizer.encode_prompt(conversation.prompt)
-    completion = [*tokenizer.encode(conversation.completion), tokenizer.end_of_document]
+    completion = [*tokenizer.encode_continuation(conversation.completion), tokenizer.end_of_document]
     weights = np.zeros(len(prompt) + len(completion), np.uint8)
     weights[len(prompt) :] = 1
     return EncodedConversation(np.array(prompt + completion, np.uint32), weights)

@@ -68,6 +68,10 @@ class Tokenizer(ABC):
         """Return the ids of a text that generation continues, after `begin_of_prompt`."""
         return list(self.begin_of_prompt) + self.encode(text)
 
+    def encode_continuation(self, text: str) -> list[int]:
+        """Return the ids of a text that follows other text, without what the tokenizer adds to the start of a text."""
+        return self.encode(text)
+
     def encode_documents(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
         """Return the ids of documents with their begin and end, uint32 [tokens], and each document's length, int64."""
         tokens = array("I")

@@ -8,6 +8,7 @@ assistant's text is found as the difference between two renderings (`ChatTemplat
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megascale.config.text_files import read_text
+from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.huggingface_file import CONFIG
 from megascale.errors import DataError
 
@@ -25,9 +27,10 @@ Message = Mapping[str, Any]
 
 TEMPLATE = "chat_template.jinja"
 _SPECIAL_TOKENS_MAP = "special_tokens_map.json"
-# Marks around a generation block in the rendered text. Unicode guarantees that both are not characters of any text.
+# Marks around a generation block in the rendered text. Unicode reserves both, and records with them are refused.
 _BLOCK_BEGIN, _BLOCK_END = "\U0010fffe", "\U0010ffff"
 
+_SPECIAL_NAME = re.compile(r"<\|[^|<>\s{}]{1,40}\|>")  # names such as <|im_start|>
 CHATML_BEGIN, CHATML_END = "<|im_start|>", "<|im_end|>"
 # ChatML, the template of a tokenizer that is trained on conversations.
 CHATML = """{%- if tools -%}
@@ -108,7 +111,7 @@ class ChatTemplate:
 
         Raises TemplateError with the template's message if the template refuses the conversation.
         """
-        return self._render(messages, tools, add_generation_prompt).replace(_BLOCK_BEGIN, "").replace(_BLOCK_END, "")
+        return _remove_marks(self._render(messages, tools, add_generation_prompt)).text
 
     def render(self, messages: Sequence[Message], tools: Any = None) -> RenderedChat:
         """Return the text of a conversation with the ranges that the assistant has written.
@@ -117,12 +120,19 @@ class ChatTemplate:
         `add_generation_prompt`, and then the messages up to it. The text that the second rendering adds is the
         assistant's turn, without white space at its end.
 
-        Raises TemplateError if the template refuses the conversation, or if one rendering does not begin with the
-        other.
+        Raises TemplateError if the template refuses the conversation, if it leaves a part of it out, or if one
+        rendering does not begin with the other.
         """
-        if self.has_generation_blocks:
-            return _remove_marks(self._render(messages, tools, add_generation_prompt=False))
-        text = self.render_text(messages, tools=tools)
+        marked = self._render(messages, tools, add_generation_prompt=False)
+        rendered = _remove_marks(marked)
+        spans = rendered.spans
+        if not self.has_generation_blocks:
+            spans = self._find_spans(messages, tools, rendered.text)
+        self._check_completeness(messages, tools, rendered.text)
+        return RenderedChat(rendered.text, spans)
+
+    def _find_spans(self, messages: Sequence[Message], tools: Any, text: str) -> tuple[tuple[int, int], ...]:
+        """Return the ranges of `text`, the rendering, that the assistant has written, by comparing renderings."""
         spans = []
         for index, message in enumerate(messages):
             if message.get("role") != "assistant":
@@ -137,7 +147,69 @@ class ChatTemplate:
                     "with --chat-template"
                 )
             spans.append((len(prefix), len(text_to_turn.rstrip())))
-        return RenderedChat(text, tuple(spans))
+        return tuple(spans)
+
+    def leaves_out(self, messages: Sequence[Message], index: int) -> bool:
+        """Return whether the text of a conversation is the same without a message."""
+        try:
+            text = self.render_text(messages)
+        except TemplateError:
+            return False
+        return self._renders_as(_replace_message(messages, index, None), None, text)
+
+    def _check_completeness(self, messages: Sequence[Message], tools: Any, text: str) -> None:
+        """Raise TemplateError if `text`, the rendering, lacks tools, tool calls or the content of a message.
+
+        A part is missing if the text is the same without it. Templates drop silently what they do not know.
+        """
+        if tools and self._renders_as(messages, None, text):
+            raise self._make_missing_error("the tools")
+        for index, message in enumerate(messages):
+            name = f"messages[{index}]"
+            content = message.get("content")
+            if message.get("tool_calls"):
+                changed_message = {key: value for key, value in message.items() if key != "tool_calls"}
+                if self._renders_as(_replace_message(messages, index, changed_message), tools, text):
+                    raise self._make_missing_error(f"{name}.tool_calls")
+                if content is None:
+                    self._check_empty_content(messages, index, tools, text)
+            is_turn = message.get("role") in ("user", "assistant")
+            # A turn whose content is in the text needs no second rendering, which costs time. A template may also
+            # change a content, such as one without its reasoning.
+            is_visible = not isinstance(content, str) or not content.strip() or (is_turn and content.strip() in text)
+            if not is_visible and self._renders_as(_replace_message(messages, index, None), tools, text):
+                raise self._make_missing_error(f"{name} (role {message.get('role')!r})")
+            if isinstance(content, list) and str(content) in text:
+                raise TemplateError(
+                    f"the template {self.name} writes the list of parts in {name}.content as Python prints it; write "
+                    "its text as one string, or name a template that renders parts with --chat-template"
+                )
+
+    def _check_empty_content(self, messages: Sequence[Message], index: int, tools: Any, text: str) -> None:
+        """Raise TemplateError if the null content of a message was rendered as the word None."""
+        empty_content = {**messages[index], "content": ""}
+        try:
+            text_of_empty = self.render_text(_replace_message(messages, index, empty_content), tools=tools)
+        except TemplateError:
+            return
+        if text != text_of_empty and text.replace("None", "") == text_of_empty.replace("None", ""):
+            raise TemplateError(
+                f"the template {self.name} writes the null content of messages[{index}] as the word None; write an "
+                'empty text, "content": "", or name another template with --chat-template'
+            )
+
+    def _renders_as(self, messages: Sequence[Message], tools: Any, text: str) -> bool:
+        """Return whether a changed conversation is rendered as `text`; False if the template refuses it."""
+        try:
+            return self.render_text(messages, tools=tools) == text
+        except TemplateError:
+            return False
+
+    def _make_missing_error(self, part: str) -> TemplateError:
+        return TemplateError(
+            f"the template {self.name} leaves out {part}, which would not be trained; name a template that renders "
+            "all parts with --chat-template, or remove them from the record"
+        )
 
     def find_turn_end(self) -> str:
         """Return the text after the content of an assistant's turn, such as `<|im_end|>`; "" if there is none.
@@ -166,6 +238,17 @@ class ChatTemplate:
             )
         except (JinjaError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
             raise TemplateError(f"the template {self.name} refuses the conversation: {error}") from None
+
+
+def has_marks(text: str) -> bool:
+    """Return whether a text has one of the characters that mark generation blocks."""
+    return _BLOCK_BEGIN in text or _BLOCK_END in text
+
+
+def _replace_message(messages: Sequence[Message], index: int, message: Message | None) -> list[Message]:
+    """Return the messages with another message at an index, or without a message there for None."""
+    replacement = [] if message is None else [message]
+    return [*messages[:index], *replacement, *messages[index + 1 :]]
 
 
 def _remove_marks(marked: str) -> RenderedChat:
@@ -276,12 +359,61 @@ def read_special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or {} if the file is missing or is not a JSON object."""
+    """Return the JSON object in a file, or {} if the file is missing. Raises DataError for any other file.
+
+    A template renders a special token that is missing as nothing, so damage must not pass for absence.
+    """
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        settings = json.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
         return {}
-    return settings if isinstance(settings, dict) else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read as JSON ({error}); copy it again, or remove it") from None
+    if not isinstance(settings, dict):
+        raise DataError(f"{path} is not a JSON object; copy it again, or remove it")
+    return settings
+
+
+def check_special_tokens(template: ChatTemplate, folder: Path, tokenizer: Tokenizer) -> list[str]:
+    """Return a note for names in a template that look like special tokens and are encoded as several tokens.
+
+    Raises DataError for a token of the folder's settings that the template writes and the vocabulary lacks. There,
+    transformers adds a token with an id that the model may not have.
+
+    Args:
+        folder: folder of the tokenizer's settings.
+        tokenizer: the tokenizer.
+    """
+    names_by_key = dict(template.special_tokens)
+    settings = _read_settings(folder / CONFIG)
+    entries = [*(settings.get("additional_special_tokens") or []), *(settings.get("extra_special_tokens") or [])]
+    added_tokens = settings.get("added_tokens_decoder")
+    if isinstance(added_tokens, dict):
+        entries += added_tokens.values()
+    for entry in entries:
+        name = entry.get("content") if isinstance(entry, dict) else entry
+        if isinstance(name, str):
+            names_by_key.setdefault(name, name)
+    declared = {name for key, name in names_by_key.items() if key in template.source or name in template.source}
+    unknown = sorted(name for name in declared if not _has_own_id(name, tokenizer))
+    if unknown:
+        raise DataError(
+            f"{folder / CONFIG} declares the special tokens {', '.join(map(repr, unknown))}, which the template "
+            f"{template.name} writes and tokenizer.json lacks; load the tokenizer with transformers and save it, which "
+            "adds them, and resize the model's embeddings if its vocabulary is smaller"
+        )
+    literal = set(_SPECIAL_NAME.findall(template.source)) - declared
+    return [
+        f"the template {template.name} writes {name}, which is not a token of the tokenizer, but several"
+        for name in sorted(literal)
+        if not _has_own_id(name, tokenizer)
+    ]
+
+
+def _has_own_id(name: str, tokenizer: Tokenizer) -> bool:
+    """Return whether a name in a rendered chat is encoded as a single token."""
+    [(ids, _)] = tokenizer.encode_markup([name])
+    return len(ids) == 1
 
 
 def read_template(file: Path) -> str:

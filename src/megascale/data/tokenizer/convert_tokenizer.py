@@ -146,7 +146,7 @@ def _load_vocabulary(folder: Path) -> Any:
 def _read_settings(path: Path) -> dict[str, Any] | None:
     """Return the settings of a tokenizer_config.json; {} if the file is missing, None if it is not a JSON object."""
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError):

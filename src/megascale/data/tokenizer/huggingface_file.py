@@ -22,6 +22,7 @@ from megascale.errors import ConfigError, DataError
 CONFIG = "tokenizer_config.json"
 # Normalisation steps that drop only white space. Any other step is assumed to drop other characters too.
 _LOSSLESS_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "Strip", "ByteLevel", "Precompiled"}
+_PREVIOUS_TEXT = "\n"  # text after which a continuation is encoded
 
 
 class NotATokenizerError(ValueError):
@@ -101,7 +102,14 @@ class HuggingFaceTokenizer(Tokenizer):
             library_tokenizer = Library.from_str(text)
         except Exception as error:  # the library raises plain Exception on a file it cannot parse
             raise NotATokenizerError(str(error)) from None
-        return cls(library_tokenizer, end_of_document, source=source, record=json.loads(text))
+        record = json.loads(text)
+        dropout = record["model"].get("dropout")
+        if dropout:
+            raise DataError(
+                f"{source} has model.dropout={dropout}, which gives equal texts different tokens at random; set it to "
+                "null"
+            )
+        return cls(library_tokenizer, end_of_document, source=source, record=record)
 
     @classmethod
     def train_bpe(
@@ -127,6 +135,24 @@ class HuggingFaceTokenizer(Tokenizer):
         )
         library_tokenizer.train_from_iterator(texts, trainer)
         return cls(library_tokenizer)
+
+    def encode_continuation(self, text: str) -> list[int]:
+        ids = self.encode(text)
+        if not self._adds_prefix:
+            return ids
+        # The prefix, such as a blank, belongs to the start of a text. The ids after a line break have none.
+        previous_ids = self.encode(_PREVIOUS_TEXT)
+        joined_ids = self.encode(_PREVIOUS_TEXT + text)
+        # A merge across the border would change the ids of the line break.
+        if previous_ids and joined_ids[: len(previous_ids)] == previous_ids:
+            return joined_ids[len(previous_ids) :]
+        return ids
+
+    @cached_property
+    def _adds_prefix(self) -> bool:
+        """True if the tokenizer adds a prefix, such as a blank, to the start of a text."""
+        ids = self.encode("a")
+        return self.decode(ids + ids) != "aa"
 
     def encode_markup(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         with self._raise_data_errors():
@@ -228,13 +254,28 @@ def _make_encoder(library_tokenizer: Any, record: dict[str, Any], special_ids: l
 
 
 def read_configured_end(path: Path) -> str | None:
-    """Return the name of eos_token in a Hugging Face tokenizer_config.json, or None without one."""
+    """Return the name of eos_token in a Hugging Face tokenizer_config.json, or None without one.
+
+    Raises DataError for a file that is not a JSON object, and for an eos_token that is not a name. Another token would
+    silently end the documents.
+    """
     try:
-        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-    except (OSError, ValueError, AttributeError):
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
         return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}; copy it again, or remove it") from None
+    try:
+        settings = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON ({error}); copy it again, or remove it") from None
+    if not isinstance(settings, dict):
+        raise DataError(f"{path} is not a JSON object; copy it again, or remove it")
+    value = settings.get("eos_token")
     if isinstance(value, dict):
-        return value.get("content")
+        value = value.get("content")
+    if value is not None and not isinstance(value, str):
+        raise DataError(f"{path} has eos_token={value!r}; write the name of one token, such as {END_OF_DOCUMENT!r}")
     return value
 
 

@@ -56,7 +56,8 @@ class TiktokenTokenizer(Tokenizer):
         special_tokens: ids of the special tokens by name.
         end: name of the special token that ends a document.
 
-    Raises DataError if tiktoken is not installed, a byte has no token, or `end` is not a special token.
+    Raises DataError if tiktoken is not installed, a byte has no token, two tokens have the same id, or `end` is not a
+    special token.
     """
 
     def __init__(
@@ -72,7 +73,13 @@ class TiktokenTokenizer(Tokenizer):
                 f"tokenizer {name} has no token for byte {missing[0]}: the rank file is cut off or damaged; copy it "
                 "again"
             )
-        if end not in special_tokens:
+        if not isinstance(special_tokens, dict) or not isinstance(pattern, str):
+            raise DataError(
+                f"tokenizer {name}: pattern must be a text and special_tokens an object of names and ids; correct both "
+                f"in {name}.json"
+            )
+        _check_ids(name, ranks, special_tokens)
+        if not isinstance(end, str) or end not in special_tokens:
             raise DataError(
                 f"tokenizer {name} has no special token {end!r} to end a document with; its special tokens are "
                 f"{', '.join(special_tokens) or 'none'}; name one of them in end_of_document"
@@ -95,6 +102,9 @@ class TiktokenTokenizer(Tokenizer):
             raise DataError(f"tokenizer {name} is not an encoding that tiktoken understands: {error}") from None
         self.vocab_size = self._encoding.max_token_value + 1
         self.end_of_document = special_tokens[end]
+        # A pattern that is not published may skip characters, and tiktoken drops what a pattern skips.
+        self.loses_text = all(pattern != published_pattern for published_pattern, _ in PUBLISHED.values())
+        self._token_ids = frozenset(ranks.values()) | frozenset(special_tokens.values())
 
     def to_json(self) -> str:
         ranks = {base64.b64encode(token).decode(): rank for token, rank in self._ranks.items()}
@@ -111,7 +121,8 @@ class TiktokenTokenizer(Tokenizer):
         merges = [(names[first], names[second]) for first, second in _find_merges(self._ranks)]
         # As in tiktoken, a word that is a token is not built by merges.
         library = Library(models.BPE(vocabulary, merges, ignore_merges=True))
-        split = pre_tokenizers.Split(Regex(self._pattern), "isolated")
+        # As in tiktoken, text that the pattern skips is dropped.
+        split = pre_tokenizers.Split(Regex(self._pattern), "removed", invert=True)
         library.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
         library.decoder = decoders.ByteLevel()
         library.add_special_tokens(
@@ -120,10 +131,40 @@ class TiktokenTokenizer(Tokenizer):
         return library
 
     def decode(self, ids: Sequence[int] | NDArray) -> str:
-        return self._encoding.decode([int(token_id) for token_id in ids])
+        # A padded vocabulary has ids without a token. They have no text, as in Hugging Face tokenizers.
+        return self._encoding.decode([int(token_id) for token_id in ids if int(token_id) in self._token_ids])
+
+    def _count_lost_bytes(self, texts: list[str]) -> int:
+        lost = 0
+        for text, ids in zip(texts, self._encode(texts), strict=True):
+            lost += max(0, _count_visible_bytes(text) - _count_visible_bytes(self.decode(ids)))
+        return lost
 
     def _encode(self, texts: list[str]) -> list[Any]:
         return [self._encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=()) for text in texts]
+
+
+def _check_ids(name: str, ranks: dict[bytes, int], special_tokens: dict[str, Any]) -> None:
+    """Raise DataError unless all ordinary and special tokens have ids of their own."""
+    tokens_by_id: dict[int, str] = {}
+    entries = [(token.decode(errors="backslashreplace"), rank) for token, rank in ranks.items()]
+    entries += special_tokens.items()
+    for token, token_id in entries:
+        if type(token_id) is not int or token_id < 0:
+            raise DataError(f"tokenizer {name}: the id of {token!r} is {token_id!r}; write an integer of at least 0")
+        if token_id in tokens_by_id:
+            remedy = "copy the rank file again"
+            if token in special_tokens:
+                remedy = f"take an id in special_tokens of {name}.json that no other token has"
+            raise DataError(
+                f"tokenizer {name}: {tokens_by_id[token_id]!r} and {token!r} have the same id {token_id}; {remedy}"
+            )
+        tokens_by_id[token_id] = token
+
+
+def _count_visible_bytes(text: str) -> int:
+    """Return the number of bytes of a text in UTF-8, without white space."""
+    return len("".join(text.split()).encode())
 
 
 def _byte_characters() -> dict[int, int]:
@@ -184,17 +225,24 @@ def load_ranks(path: Path, text: str) -> TiktokenTokenizer:
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             try:
-                token, rank = line.split()
-                ranks[base64.b64decode(token, validate=True)] = int(rank)
+                encoded_token, rank = line.split()
+                token = base64.b64decode(encoded_token, validate=True)
+                token_id = int(rank)
             except ValueError:
                 raise DataError(
                     f"tokenizer {path}, line {number}: {line[:60]!r} is not a token in base64 and its rank; "
                     "copy the file again"
                 ) from None
+            if token in ranks:
+                raise DataError(
+                    f"tokenizer {path}, line {number}: the token has the ranks {ranks[token]} and {token_id}; copy the "
+                    "file again"
+                )
+            ranks[token] = token_id
     sibling = path.with_suffix(".json")
     if sibling.exists():
         try:
-            record = json.loads(sibling.read_text(encoding="utf-8"))
+            record = json.loads(sibling.read_text(encoding="utf-8-sig"))
             pattern, special_tokens = record["pattern"], record["special_tokens"]
             known_ends = [name for name in END_NAMES if name in special_tokens]
             default_end = known_ends[0] if known_ends else END_OF_DOCUMENT

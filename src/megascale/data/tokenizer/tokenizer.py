@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.config import DataConfig
+from megascale.core.untrusted_files import LFS_POINTER
 from megascale.data.tokenizer import tiktoken_file
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.huggingface_file import (
@@ -97,6 +98,8 @@ def load_run_tokenizer(data: DataConfig) -> Tokenizer:
 
 def _explain_kind(path: Path, data: bytes) -> str:
     """Return a sentence on the kind of a file that is not a tokenizer.json, and the remedy."""
+    if data.startswith(LFS_POINTER):
+        return "it is a pointer of Git LFS, not the file itself. Get the file with `git lfs pull`"
     kind = _describe_kind(path, data)
     if kind == "a tiktoken rank file":
         return (

@@ -16,7 +16,7 @@ from torch import Tensor
 from megascale.config import ModelConfig, from_tree
 from megascale.core import strict_json
 from megascale.core.inventory import logical_shapes
-from megascale.core.untrusted_files import is_plain_name, read_bounded
+from megascale.core.untrusted_files import is_lfs_pointer, is_plain_name, read_bounded
 from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.families import FAMILIES
 from megascale.model.huggingface.family import ConfigKeys, Family, StoredWeight
@@ -29,6 +29,9 @@ ADAPTER = "adapter_config.json"  # file of peft that marks an adapter in the fol
 _FLOAT_DTYPES = {"float64", "float32", "bfloat16", "float16"}  # types that can be imported
 # Prefix of torch's name of a type, by the letters of the type in safetensors.
 _TYPE_PREFIXES = {"BF": "bfloat", "F": "float", "I": "int", "U": "uint"}
+_CONVERSION_ADVICE = (
+    "Take the model's unquantised files, or convert the weights to bfloat16 with the tool that quantised them"
+)
 _COMPARED_BYTES = 64 << 20  # maximum size of each of the two blocks of rows that are compared at a time
 _MAX_SHOWN_NAMES = 4  # number of tensor names in an error message
 _MAX_JSON_BYTES = 64 << 20  # the index of a model with a million tensors is smaller
@@ -85,7 +88,7 @@ def read_folder(folder: Path) -> ImportedModel:
         if stored.dtype not in _FLOAT_DTYPES:
             raise DataError(
                 f"{folder}: {weight.name} is of type {stored.dtype}; only {', '.join(sorted(_FLOAT_DTYPES))} can be "
-                "imported"
+                f"imported. {_CONVERSION_ADVICE}"
             )
     if model.tied_embeddings and family.head_name in files:
         _check_tied_head(files, family.head_name, weights[0].name)
@@ -218,6 +221,11 @@ class TensorFiles:
         expected = (len(range(tensor.shape[0])[start:stop]), *tensor.shape[1:])
         if copy.shape != expected or str(copy.dtype) != f"torch.{tensor.dtype}":
             raise DataError(f"{self.folder / tensor.file} was replaced while it was read; start again")
+        if copy.numel() and not torch.stack(copy.aminmax()).isfinite().all():
+            raise DataError(
+                f"{self.folder / tensor.file}: {name} has NaN or infinite values, so every logit would be NaN; "
+                "download the file again, or take an earlier checkpoint of the model"
+            )
         return copy
 
     def _add_prefix(self, name: str) -> str:
@@ -241,8 +249,10 @@ class TensorFiles:
         if not (self.folder / INDEX_FILE).exists():
             raise DataError(self._explain_missing_safetensors())
         weight_map = _read_json(self.folder / INDEX_FILE, "").get("weight_map", {})
-        if not isinstance(weight_map, dict):
-            raise DataError(f"{self.folder / INDEX_FILE} has a damaged weight_map: it must map tensors to files")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise DataError(
+                f"{self.folder / INDEX_FILE} has no weight_map that maps tensors to files; download the file again"
+            )
         for file in weight_map.values():
             if not isinstance(file, str) or not is_plain_name(file):
                 raise DataError(
@@ -279,6 +289,12 @@ class TensorFiles:
         for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt"):
             pickles += [file.name for file in self.folder.glob(pattern)]
         pickles.sort()
+        shards = sorted(file.name for file in self.folder.glob("*.safetensors"))
+        if shards:
+            return (
+                f"{self.folder} holds {_abbreviate(shards)}, but neither {SINGLE_FILE} nor {INDEX_FILE}, which "
+                f"transformers reads; download {INDEX_FILE} too, or rename a single file to {SINGLE_FILE}"
+            )
         if not pickles:
             return (
                 f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; name a folder that holds a model's "
@@ -298,7 +314,10 @@ class TensorFiles:
         return safe_open(str(self.folder / file), "pt")
 
     def _make_damage_error(self, file: str, error: Exception) -> DataError:
-        return DataError(f"{self.folder / file} cannot be read ({error}); it is missing or damaged: download it again")
+        path = self.folder / file
+        if is_lfs_pointer(path):
+            return DataError(f"{path} is a pointer of Git LFS, not the file itself; get the file with `git lfs pull`")
+        return DataError(f"{path} cannot be read ({error}); it is missing or damaged: download it again")
 
 
 def _check_names(files: TensorFiles, family: Family, model: ModelConfig, weights: list[StoredWeight]) -> None:
@@ -316,8 +335,16 @@ def _check_names(files: TensorFiles, family: Family, model: ModelConfig, weights
     if extra:
         raise DataError(
             f"{files.folder} holds {_abbreviate(extra)} "
-            f"({len(extra)} tensors) that a {family.name} of this config.json does not have"
+            f"({len(extra)} tensors) that a {family.name} of this config.json does not have; take the config.json that "
+            f"belongs to the weights. {_explain_extra(extra)}".rstrip()
         )
+
+
+def _explain_extra(names: list[str]) -> str:
+    """Return the remedy for tensors that quantised weights have, or an empty string."""
+    if any("scale" in name.rpartition(".")[2] for name in names):
+        return f"Scales belong to quantised weights. {_CONVERSION_ADVICE}"
+    return ""
 
 
 def _name_type(code: str) -> str:

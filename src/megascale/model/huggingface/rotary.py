@@ -175,11 +175,13 @@ def _read_scaling(keys: ConfigKeys, name: str, rope: dict[str, Any], types: Sequ
     if rope_type == "su":
         rope_type = "longrope"  # older files call longrope "su"
     if rope_type not in types:
-        raise keys.make_error(
-            f"{name}.rope_type",
-            rope_type,
-            f"scaled rotary positions of the types {', '.join(types)} are supported",
-        )
+        reason = f"scaled rotary positions of the types {', '.join(types)} are supported"
+        if rope_type == "dynamic":
+            reason += (
+                "; up to max_position_embeddings tokens this type computes the same as the type default, so for such "
+                "texts set rope_type to default and remove factor"
+            )
+        raise keys.make_error(f"{name}.rope_type", rope_type, reason)
     names = _SCALING_KEYS[rope_type]
     accepted_names = [*_COMMON_KEYS, *names.values()]
     if rope_type == "yarn":

@@ -46,6 +46,7 @@ from megascale.resilience.protocol.agent_messages import (
     Inject,
     NodeReleased,
     Order,
+    PrepareGroups,
     RunningTrainers,
     Start,
     Stop,
@@ -195,6 +196,8 @@ class Agent:
             reason, errno = await self._start_trainers(order)
             if reason:
                 self.link.send_message(do="failed", attempt=order.attempt, reason=truncate(reason), errno=errno)
+        elif isinstance(order, PrepareGroups):
+            self.trainers.prepare_groups(order)
         elif isinstance(order, Diagnose):
             self._order_task = self._start_task(self._send_diagnosis(order), "the self-checks")
         elif isinstance(order, Explain):

@@ -184,6 +184,7 @@ class Telemetry:
             leaving=self.is_leaving,
             saved_step=self._read_optional("checkpoints", self._trainers.find_saved_step, 0),
             prepared=self._trainers.is_prepared(),
+            groups=self._trainers.find_ended_groups(),
         )
         return self.last_heartbeat
 

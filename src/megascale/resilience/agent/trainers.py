@@ -33,6 +33,8 @@ from megascale.core.process_orders import (
     MISSING_VARIABLE,
     PREPARED_VARIABLE,
     Park,
+    PrepareGroups,
+    ProcessOrder,
     Resume,
     encode_order,
 )
@@ -52,6 +54,7 @@ from megascale.resilience.agent.process_usage import is_being_killed, read_usage
 from megascale.resilience.agent.rank_programs import MegascaleTrainer, RankProgram, TrainerProcess
 from megascale.resilience.agent.worker_report import describe_worker
 from megascale.resilience.process_birth import read_birth_time
+from megascale.resilience.protocol.agent_messages import PrepareGroups as GroupsOrder
 from megascale.resilience.protocol.agent_messages import Start
 from megascale.resilience.protocol.fork_messages import (
     FROM_FORK_SERVER,
@@ -128,6 +131,7 @@ class Trainers:
         self._end_reason = ""  # reason for which the agent killed the fork server
         self._start_failure: Broken | None = None  # report of a fork server that could not import its modules
         self._start_order: Start | None = None  # start order of the present attempt
+        self._groups_number = 0  # number of the newest preparation of groups that the driver has ordered
         self._is_preparing = False  # whether the start order only prepared processes for their first attempt
         # By rank: why its process was replaced since the last start, although the rank had no fault.
         self._replacement_reasons: dict[int, str] = {}
@@ -317,6 +321,7 @@ class Trainers:
         early_pids = self._take_early_processes(order, parked_pids)
         self._start_order = order
         self._is_preparing = order.prepares
+        self._groups_number = 0
         self.attempt = order.attempt
         self._failed_standby_ranks = set()
         if order.fresh or self._socket is None:
@@ -525,6 +530,41 @@ class Trainers:
         """Return whether the start order was to prepare processes, and all of them wait for their first attempt."""
         return self._is_preparing and all(trainer.is_parked for trainer in self.trainers.values())
 
+    def prepare_groups(self, order: GroupsOrder) -> None:
+        """Let the ranks make the groups of the next attempt while they train, or drop them if `order.world` is 0."""
+        if order.attempt != self.attempt or not self._keeps_processes or not isinstance(self.program, MegascaleTrainer):
+            return
+        if order.world and len(order.ranks) != len(self.trainers):
+            return
+        self._groups_number = order.number
+        for index, trainer in enumerate(self.trainers.values()):
+            if trainer.status is not None or not trainer.pid:
+                continue
+            rank = trainer.rank
+            if order.world:
+                rank = order.ranks[index]
+            if order.world and self._is_preparing:
+                # The process is parked again when its preparation has ended. Earlier records do not count.
+                trainer.progress = None
+                trainer.attempt_start_ns = time.time_ns()
+            self._send_to_rank(
+                trainer.pid,
+                PrepareGroups(
+                    attempt=order.attempt,
+                    number=order.number,
+                    rank=rank,
+                    world=order.world,
+                    data=order.data,
+                    master=order.master,
+                ),
+            )
+
+    def find_ended_groups(self) -> int:
+        """Return the number of the newest preparation of groups that all prepared processes have ended, 0 if none."""
+        if not self.is_prepared():
+            return 0
+        return self._groups_number
+
     def has_active_ranks(self) -> bool:
         """Return whether ranks of an attempt run. Parked ranks do not count."""
         return any(not trainer.is_parked for trainer in self.list_running())
@@ -536,7 +576,7 @@ class Trainers:
             return ForeignProgram(self.run, foreign, self._limits.no_progress_limit)
         return MegascaleTrainer(self.run, self.folder / "job.toml", self._shared, self._keeps_processes)
 
-    def _send_to_rank(self, pid: int, order: Park | Resume) -> None:
+    def _send_to_rank(self, pid: int, order: ProcessOrder) -> None:
         """Send an order to a rank's process. The fork server forwards it."""
         self._send_to_server(Instruct(pid, encode_order(order)))
 

@@ -128,6 +128,10 @@ class Node:
         """True if its processes for the next attempt are started and wait for that attempt."""
         return self.heartbeat is not None and self.heartbeat.prepared
 
+    def has_ended_groups(self, number: int) -> bool:
+        """Return True if its prepared processes have ended the preparation of groups with this number."""
+        return self.heartbeat is not None and self.heartbeat.groups == number
+
     def forget_attempt(self) -> None:
         """Drop the heartbeats of an older attempt, so that the rules do not judge them again."""
         self.heartbeat = None

@@ -251,6 +251,25 @@ class Start(Message, frozen=True):
     prepares: bool = False
 
 
+class PrepareGroups(Message, frozen=True, tag="prepare_groups"):
+    """Order to make the groups of the next attempt while the present one trains (core/process_orders.py).
+
+    Attributes:
+        number: number of the preparation, higher than those of earlier ones.
+        ranks: ranks of this node in the next attempt, by local rank.
+        world, data: number of ranks and data-parallel size of the next attempt; a world of 0 drops prepared groups.
+        master: (host, port) of the present attempt's store.
+    """
+
+    epoch: Count
+    attempt: Count
+    number: Count
+    ranks: Annotated[tuple[Rank, ...], _LONG_LIST] = ()
+    world: Count = 0
+    data: Count = 0
+    master: tuple[Name, Port] = ("", 0)
+
+
 class Stop(Message, frozen=True):
     """Order to end the trainers and answer `Stopped`.
 
@@ -325,7 +344,9 @@ class Leave(Message, frozen=True):
     epoch: Count
 
 
-Order = Start | Stop | Diagnose | Explain | FileStored | Inject | HeartbeatReceived | NodeReleased | Leave
+Order = (
+    Start | Stop | PrepareGroups | Diagnose | Explain | FileStored | Inject | HeartbeatReceived | NodeReleased | Leave
+)
 
 FROM_AGENT = Schema(
     Hello, Join, Heartbeat, Stopped, StartFailed, Diagnosed, Lines, Steps, FileData, Evidence, limit=MESSAGE_BYTES
@@ -336,6 +357,7 @@ FROM_DRIVER = Schema(
     JobOffer,
     Start,
     Stop,
+    PrepareGroups,
     Diagnose,
     Explain,
     FileStored,

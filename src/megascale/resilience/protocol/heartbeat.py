@@ -157,6 +157,7 @@ class Heartbeat(Message, frozen=True):
         leaving: the agent is ending and starts no more ranks.
         saved_step: step of the newest complete checkpoint of another trainer; 0 if unknown.
         prepared: all processes that were to be prepared for the next attempt wait for it.
+        groups: number of the newest preparation of groups that these processes have ended, with or without success.
     """
 
     job: NonEmptyName
@@ -178,6 +179,7 @@ class Heartbeat(Message, frozen=True):
     leaving: bool = False
     saved_step: Count = 0
     prepared: bool = False
+    groups: Count = 0
 
     @property
     def is_finished(self) -> bool:

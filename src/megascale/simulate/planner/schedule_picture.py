@@ -183,7 +183,8 @@ def _draw_memory(axes, plan: LayoutCost) -> None:  # type: ignore[no-untyped-def
         if kind == "reserve":
             height = np.full(len(stages), RESERVE_GIB)
         elif kind == "buffers":
-            height = np.array([(m.tensor_buffers + m.pipeline_buffers + m.graph_buffers) / GIB for m in plan.memory])
+            buffers = [m.tensor_buffers + m.pipeline_buffers + m.graph_buffers + m.prepared_groups for m in plan.memory]
+            height = np.array(buffers) / GIB
         elif kind == "weights":
             height = np.array([(m.weights + m.weight_copies) / GIB for m in plan.memory])
         else:

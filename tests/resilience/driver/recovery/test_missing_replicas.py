@@ -12,12 +12,13 @@ import pytest
 from megascale.config import from_tree
 from megascale.core.events import Event
 from megascale.resilience.driver.nodes import Node
-from megascale.resilience.driver.recovery.missing_replicas import MissingReplicas
+from megascale.resilience.driver.recovery.missing_replicas import PREPARATION_LIMIT, MissingReplicas
 from megascale.resilience.driver.recovery.placement import Placement
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import JobEvent, JobState, NodeRecord, NodeState, Phase
 from megascale.resilience.driver.telemetry.membership import Adoption
 from megascale.resilience.protocol.agent_messages import Hello, RunningTrainers
+from megascale.resilience.protocol.heartbeat import Heartbeat
 
 LIMIT = 1000.0  # seconds
 
@@ -143,3 +144,85 @@ def test_a_driver_that_lost_its_journal_adopts_a_degraded_job_as_such(
         adoption.handle_arrival(node, Hello("job", node.name, "", "", "", attempt=3, trainers=trainers))
     assert adoption.decide(1000.0)
     assert (job.phase, job.state.data, job.state.missing_since) == (phase, 3, missing_since)
+
+
+def make_joining_job(prepared_groups: bool) -> tuple[MissingReplicas, PresentNodes, list[Any]]:
+    """Three of four replicas train, and the spare n3 waits. Return the driver's part, the nodes and its orders."""
+    orders: list[Any] = []
+    nodes = PresentNodes()
+    spare = Node("n3", NodeRecord(state=NodeState.UP), channel=object())
+    nodes.list_spares = lambda: [spare] if "n3" in nodes else []  # type: ignore[method-assign]
+    nodes["n3"] = spare
+    state = JobState(
+        name="job", phase=Phase.DEGRADED, attempt=2, placement=NAMES, data=3, master=("h", 5), missing_since=time.time()
+    )
+    attempts = SimpleNamespace(
+        model_ranks=1,
+        prepare_join=lambda node, following: orders.append(("join", node.name)),
+        prepare_groups=lambda following, number: orders.append(("groups", following.placement, following.data, number)),
+        drop_groups=lambda names, number: orders.append(("drop", tuple(names), number)),
+        stop=lambda event, reason: orders.append(event),
+        timeline=MagicMock(),
+    )
+    settings = make_settings()
+    rendezvous = settings.config.rendezvous.model_copy(update={"prepared_groups": prepared_groups})
+    settings.config = settings.config.model_copy(update={"rendezvous": rendezvous})
+    job = SimpleNamespace(state=state, phase=state.phase, phase_entered=100.0)
+    return make_replicas(job, settings, nodes, attempts, []), nodes, orders
+
+
+def report(nodes: PresentNodes, prepared: bool, groups: int = 0) -> None:
+    """Let the spare report its processes and its newest preparation of groups."""
+    nodes["n3"].heartbeat = Heartbeat("job", 2, "n3", 1, 0, prepared=prepared, groups=groups)
+
+
+def test_nodes_join_once_the_groups_are_made() -> None:
+    replicas, nodes, orders = make_joining_job(prepared_groups=True)
+    for prepared in (False, True, True):
+        replicas.check_degraded_job()
+        report(nodes, prepared)
+    (_, placement, data, number) = orders[1]
+    assert orders == [("join", "n3"), ("groups", (*NAMES, "n3"), 4, number)]
+    assert (placement, data) == ((*NAMES, "n3"), 4)
+    report(nodes, False)  # its processes make the groups
+    replicas.check_degraded_job()
+    report(nodes, True, number - 1)  # an earlier report
+    replicas.check_degraded_job()
+    assert len(orders) == 2
+    report(nodes, True, number)
+    replicas.check_degraded_job()
+    assert orders[2:] == [JobEvent.JOINING]
+
+
+def test_prepared_groups_are_withdrawn_if_the_joining_node_is_lost() -> None:
+    replicas, nodes, orders = make_joining_job(prepared_groups=True)
+    for _ in range(3):
+        replicas.check_degraded_job()
+        report(nodes, True)
+    number = orders[1][-1]
+    spare = nodes.pop("n3")
+    for _ in range(2):
+        replicas.check_degraded_job()
+    assert orders[2:] == [("drop", (*NAMES, "n3"), number + 1)]
+    nodes["n3"] = spare  # it comes back
+    replicas.check_degraded_job()
+    assert orders[3:] == [("groups", (*NAMES, "n3"), 4, number + 2)]
+
+
+def test_nodes_join_without_groups_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    replicas, nodes, orders = make_joining_job(prepared_groups=True)
+    for _ in range(3):
+        replicas.check_degraded_job()
+        report(nodes, True)
+    later = time.monotonic() + PREPARATION_LIMIT + 1.0
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    replicas.check_degraded_job()
+    assert orders[2:] == [JobEvent.JOINING]
+
+
+def test_without_the_setting_no_groups_are_ordered() -> None:
+    replicas, nodes, orders = make_joining_job(prepared_groups=False)
+    for _ in range(2):
+        replicas.check_degraded_job()
+        report(nodes, True)
+    assert orders == [("join", "n3"), JobEvent.JOINING]

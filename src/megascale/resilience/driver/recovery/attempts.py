@@ -257,7 +257,7 @@ def _find_fault_time(verdict: Verdict, nodes: Sequence[Node], current_time: floa
     return current_time
 
 
-def _choose_first_order() -> int:
+def choose_first_order() -> int:
     """Return the number of a driver's first order, far from the numbers of other drivers' orders.
 
     An acknowledgement of an earlier driver's order must not count. Numbers from the clock could repeat if the clock is
@@ -290,7 +290,7 @@ class Attempts:
     overrides: Sequence[str] = ()
     files: JobFiles = field(default_factory=JobFiles)
     started: float = field(default_factory=time.monotonic)
-    last_order: int = field(default_factory=_choose_first_order)
+    last_order: int = field(default_factory=choose_first_order)
     hastened_order: int = 0
     timeline: RecoveryTimeline = field(default_factory=RecoveryTimeline)
 
@@ -396,6 +396,26 @@ class Attempts:
     def prepare_join(self, node: Node, following: JobState) -> None:
         """Order a node to start processes that wait for the attempt of the state `following`, in which they join."""
         self._send_start(node, following, prepares=True)
+
+    def prepare_groups(self, following: JobState, number: int) -> None:
+        """Order all nodes of the state `following` to make its groups while the present attempt trains."""
+        for name in following.placement:
+            self.nodes.order(
+                self.nodes[name],
+                do="prepare_groups",
+                attempt=following.attempt,
+                number=number,
+                ranks=list(following.ranks(name)),
+                world=following.world,
+                data=following.data,
+                master=list(following.master),
+            )
+
+    def drop_groups(self, names: Iterable[str], number: int) -> None:
+        """Order nodes to drop the groups that they have prepared."""
+        for name in names:
+            if name in self.nodes:
+                self.nodes.order(self.nodes[name], do="prepare_groups", attempt=self.job.state.attempt, number=number)
 
     def _send_start(self, node: Node, state: JobState, *, prepares: bool) -> None:
         """Order a node to start its ranks of the attempt in `state`, or only to prepare their processes."""

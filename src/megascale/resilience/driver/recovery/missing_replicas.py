@@ -10,7 +10,7 @@ from megascale.config import Config
 from megascale.core.events import Event
 from megascale.errors import ConfigError
 from megascale.resilience.driver.nodes import Node, Nodes
-from megascale.resilience.driver.recovery.attempts import Attempts
+from megascale.resilience.driver.recovery.attempts import Attempts, choose_first_order
 from megascale.resilience.driver.recovery.hot_update import RunningSettings
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
@@ -91,6 +91,9 @@ class MissingReplicas:
     record_event: RecordEvent
     # The last order to prepare processes: (attempt, names of the joining nodes, time of the order)
     _preparation: tuple[int, tuple[str, ...], float] = field(default=(0, (), 0.0), init=False)
+    # The last order to prepare groups: its number, (attempt, names of the joining nodes), None after it was withdrawn
+    _groups_number: int = field(default_factory=choose_first_order, init=False)
+    _groups_purpose: tuple[int, tuple[str, ...]] | None = field(default=None, init=False)
 
     @property
     def full_size(self) -> int:
@@ -151,9 +154,11 @@ class MissingReplicas:
         spares = self.nodes.list_spares()
         size = self._find_size(len(state.placement) + len(spares))
         if size is None or size[0] <= state.data:
+            self._withdraw_groups(())
             return
         data, node_count = size
         joining = spares[: node_count - len(state.placement)]
+        self._withdraw_groups(tuple(node.name for node in joining))
         if not self._is_prepared(joining, data):
             return
         joining_names = tuple(node.name for node in joining)
@@ -178,4 +183,35 @@ class MissingReplicas:
                 self.attempts.prepare_join(node, following)
             return False
         # After the limit, processes that cannot be prepared start with the attempt.
-        return all(node.is_prepared for node in joining) or current_time - since > PREPARATION_LIMIT
+        if current_time - since > PREPARATION_LIMIT:
+            return True
+        if not all(node.is_prepared for node in joining):
+            return False
+        return not self.settings.config.rendezvous.prepared_groups or self._are_groups_prepared(joining, data)
+
+    def _are_groups_prepared(self, joining: Sequence[Node], data: int) -> bool:
+        """Return True if the groups with which nodes join are made, or failed. Order them if needed.
+
+        A joining process ends its preparation with those of all other ranks, so only joining nodes report it.
+        """
+        state = self.job.state
+        names = tuple(node.name for node in joining)
+        purpose = (state.attempt, names)
+        if self._groups_purpose != purpose:
+            self._groups_purpose = purpose
+            self._groups_number += 1
+            following = replace(state, placement=state.placement + names, data=data)
+            self.attempts.prepare_groups(following, self._groups_number)
+            return False
+        return all(node.has_ended_groups(self._groups_number) for node in joining)
+
+    def _withdraw_groups(self, names: tuple[str, ...]) -> None:
+        """Let ranks drop the groups that they prepare in this attempt, unless these are for the nodes `names`."""
+        state = self.job.state
+        if self._groups_purpose is None:
+            return
+        attempt, earlier_names = self._groups_purpose
+        if attempt == state.attempt and earlier_names != names:
+            self._groups_purpose = None
+            self._groups_number += 1
+            self.attempts.drop_groups(state.placement + earlier_names, self._groups_number)
