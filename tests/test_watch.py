@@ -107,6 +107,34 @@ def test_durations_of_calls_on_a_device_are_not_own_time(monkeypatch):
     assert steps.clock.measure_step(0.5) == compute_seconds
 
 
+def test_a_call_that_ends_after_a_read_counts_for_its_step(monkeypatch):
+    """The device is behind the host, and another group's call may end first."""
+    steps = RecordedSteps(monkeypatch)
+    step_seconds = READ_INTERVAL_SECONDS / 10 + 1e-6
+    for _ in range(9):
+        steps.run(step_seconds, calls=0.1)
+    late = {"record_id": len(steps.entries), "duration_ms": None, "time_created_ns": int(1e9 * steps.seconds) + 1}
+    steps.entries.append(late)
+    assert steps.run(step_seconds, calls=0.1) == pytest.approx(0.4, abs=1e-3)  # nine steps
+    late["duration_ms"] = 300.0
+    for _ in range(9):
+        steps.run(step_seconds, calls=0.2)
+    # The late step has 0.4 s of calls, and the other ten have 0.2 s.
+    assert steps.run(step_seconds, calls=0.2) == pytest.approx((0.1 + 10 * 0.3) / 11, abs=1e-3)
+
+
+def test_a_call_that_never_ends_does_not_end_the_measurement(monkeypatch):
+    steps = RecordedSteps(monkeypatch)
+    steps.entries.append({"record_id": 1, "duration_ms": None, "time_created_ns": int(1e9 * steps.seconds) + 1})
+    step_seconds = READ_INTERVAL_SECONDS / 10 + 1e-6
+    for _ in range(10):
+        compute_seconds = steps.run(step_seconds, calls=0.1)
+    assert compute_seconds == 0  # its step and all later ones wait for it
+    for _ in range(10):
+        compute_seconds = steps.run(step_seconds, calls=0.1)
+    assert compute_seconds == pytest.approx(0.4, abs=1e-3)
+
+
 @pytest.mark.parametrize("calls_in_save", [0.1, 3.9])
 def test_a_save_in_a_period_does_not_count_as_own_time(monkeypatch, calls_in_save):
     steps = RecordedSteps(monkeypatch)

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -34,9 +35,11 @@ from megascale.observe.hang.verdict import Hang, examine_run, explain_hang
 from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
 from megascale.parallel.collectives import Axis
 from megascale.parallel.runtime import Runtime
+from megascale.torch_private import dump_flight_recorder
 from tests.chaos.local import hang as hang_bench
 from tests.chaos.local.hang import CASES, LAYOUTS, run_case
-from tests.forked import popen
+from tests.forked import context, popen
+from tests.rendezvous.conftest import free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process states are read from /proc")
 
@@ -573,22 +576,48 @@ def test_torchs_own_dumps_are_explained(tmp_path, form):
     assert (hang.kind, hang.ranks, hang.op, hang.sequence) == ("busy", (1,), "reduce_scatter", 5)
 
 
-def test_aborted_calls_of_earlier_attempts_are_no_evidence(tmp_path: Path) -> None:
-    """A process that stays keeps their records, which never complete."""
+@pytest.mark.parametrize("has_default_calls", [False, True])
+def test_aborted_calls_of_earlier_attempts_are_no_evidence(has_default_calls: bool, tmp_path: Path) -> None:
+    """A process that stays keeps their records, which never complete. The last of them is one of the default group."""
     entries = []
     for attempt, count, state in ((9, 30, "started"), (10, 4, "completed")):
         call = ENTRY | {"profiling_name": "nccl:all_reduce", "state": state, "time_created_ns": attempt}
-        entries.append(call | {"process_group": ["0", "default_pg"], "collective_seq_id": count})
         group = [f"data_reduce/0@{attempt}", "data_reduce"]
-        entries += [call | {"process_group": group, "collective_seq_id": number} for number in range(1, count + 1)]
+        in_group = call | {"process_group": group, "pg_id": 2 * attempt + 1}
+        entries += [in_group | {"collective_seq_id": number} for number in range(1, count + 1)]
+        if attempt == 9 or has_default_calls:
+            default = {"process_group": ["0", "default_pg"], "pg_id": 2 * attempt, "collective_seq_id": count}
+            entries.append(call | default)
     names = {f"data_reduce/0@{attempt}": ranks for attempt, ranks in ((10, "[0, 1]"), (9, "[0, 1, 2, 3]"))}
     groups = {name: {"name": name, "desc": "data_reduce", "ranks": ranks} for name, ranks in names.items()}
     (tmp_path / "rank-0.json").write_text(json.dumps({"entries": entries, "pg_config": groups}))
     record = read_flight(tmp_path / "rank-0.json").record
     assert record.waiting is None
     assert record.groups["data_reduce/0"] == GroupCounts(2, 4, 4)
-    assert record.groups["world"].started == 4
-    assert len(record.calls) == 5
+    assert ("world" in record.groups) == has_default_calls
+    assert len(record.calls) == 4 + has_default_calls
+
+
+def make_default_groups(file: Path) -> None:
+    """Make the default group twice in this process, and write torch's records of the calls."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", TORCH_FR_BUFFER_SIZE="100")
+    for count in (3, 1):
+        os.environ["MASTER_PORT"] = str(free_port())
+        torch.distributed.init_process_group("gloo", rank=0, world_size=1)
+        for _ in range(count):
+            torch.distributed.all_reduce(torch.ones(1))
+        torch.distributed.destroy_process_group()
+    file.write_text(dump_flight_recorder())
+
+
+def test_torch_numbers_the_default_groups_of_a_process(tmp_path: Path) -> None:
+    """The reader tells calls of earlier attempts by this number."""
+    process = context.Process(target=make_default_groups, args=(tmp_path / "rank-0.json",))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert len(json.loads((tmp_path / "rank-0.json").read_text())["entries"]) == 4
+    assert len(read_flight(tmp_path / "rank-0.json").record.calls) == 1
 
 
 def test_a_recorder_that_saw_no_call_hides_nothing(tmp_path):

@@ -20,7 +20,7 @@ from megascale.errors import TrainingError
 from megascale.ops.peer_sum import sum_over_peers, sum_parts
 from megascale.parallel import exchange as module
 from megascale.parallel.collectives import Axis, all_to_all_parts, gather_sequence, scatter_sequence
-from megascale.parallel.copy_plan import IN_ORDER, TOGETHER, TWO_QUEUES, CopyPlan, Operation, choose_plan
+from megascale.parallel.copy_plan import IN_ORDER, SUM_KERNEL, TOGETHER, TWO_QUEUES, CopyPlan, Operation, choose_plan
 from megascale.parallel.exchange import Exchange
 
 QUEUES = ("main", "side", "copy", "copy 1", "copy 2")
@@ -493,20 +493,25 @@ def test_a_shard_is_published_after_the_flags_of_the_previous_gather(
     ("op", "operation", "plan", "queues"),
     [
         ("gather", "gather", TWO_QUEUES, {"copy", "copy 1"}),
-        ("scatter", "scatter", TWO_QUEUES, {"copy", "copy 1"}),
+        ("scatter", "scatter", SUM_KERNEL, {"copy", "side"}),
         ("all to all", "all_to_all", TOGETHER, {"copy", "copy 1", "copy 2"}),
     ],
 )
 def test_a_captured_call_uses_the_order_of_its_operation(
     op: str, operation: Operation, plan: CopyPlan, queues: set[str]
 ) -> None:
-    assert choose_plan(operation, is_captured=False) == IN_ORDER
-    assert choose_plan(operation, is_captured=True) == plan
+    assert choose_plan(operation, is_captured=False, ranks=4) == IN_ORDER
+    assert choose_plan(operation, is_captured=True, ranks=4) == plan
     devices, (ex, *_) = exchanges_of(4)
     local_part = torch.zeros(4, *SHAPE, dtype=torch.float64)
     with ex.capture():
         call_all(ex, devices[0], [op], [local_part], 0, lambda number, result: None)
     assert {queue for queue, _, _ in devices[0].captured} - {"main"} == queues
+
+
+def test_two_ranks_scatter_by_a_copy() -> None:
+    """The kernel that sums in the peers' memory would take SMs from GEMMs without a gain."""
+    assert choose_plan("scatter", is_captured=True, ranks=2) == TWO_QUEUES
 
 
 def test_a_sum_in_the_peers_memory_needs_no_copies() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -98,6 +101,32 @@ def test_graphs_read_each_step_s_values_in_the_same_memory(is_gathered):
         assert linears.get_weight(weight) is pinned
         assert_same(pinned, expected)
         assert addresses == [tensor.data_ptr() for tensor in vars(pinned).values() if tensor is not None]
+
+
+@pytest.mark.parametrize("recipe", [TensorWiseFloat8, RowWiseFloat8])
+def test_eager_micro_batches_read_a_step_s_casts_where_graphs_read_them(recipe):
+    """The first micro-batch is eager while weights are gathered. The memory estimate has room for each cast once."""
+    linears, weight = recipe(), draw(1)
+    linears.pin_weights([weight])
+    pinned = linears.get_weight(weight)
+    weight.copy_(draw(2))
+    linears.invalidate_weights()
+    assert linears.get_weight(weight) is pinned
+    assert_same(pinned, recipe().cast_weight(weight))
+
+
+@pytest.mark.parametrize("recipe", [TensorWiseFloat8, RowWiseFloat8])
+def test_casts_are_freed_with_their_precision(recipe):
+    """No reference cycle keeps them until the garbage collector runs."""
+    linears = recipe()
+    linears.expert_gemms.prepare(draw(1))
+    rows = weakref.ref(linears.get_weight(draw(1)).rows)
+    gc.disable()
+    try:
+        del linears
+        assert rows() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("recipe", [TensorWiseFloat8, RowWiseFloat8, RowWiseFloat8Wgrad])

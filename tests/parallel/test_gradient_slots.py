@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from megascale.parallel.buffer_layout import BufferMember, find_gaps, lay_out
 from megascale.parallel.buffers import Axes, ParamAndGradBuffer
 from megascale.parallel.collectives import Axis, Pending
 from megascale.parallel.data_parallel import DataParallel
-from megascale.parallel.gradient_slots import reduce_into_shard, size_slots
+from megascale.parallel.gradient_slots import find_slot_starts, reduce_into_shard, size_slots
 from megascale.parallel.parameter_slots import ParameterUnit
 
 RANKS = 2
@@ -290,6 +291,43 @@ def test_parts_of_a_table_suit_fast_gemms(rows, columns, ranks):
         assert 2 * first % 16 == 0
         assert (stop - first) * columns <= part
         assert span.start == first * columns  # without padding before the last part
+
+
+def test_a_matrix_next_to_a_divided_table_has_memory_of_its_own():
+    """A part of the model may add a matrix, or a second table, to the unit of the embedding."""
+    rows, columns, part = 640, 64, 40 * 64
+    members = [
+        BufferMember(3000, True, (), unit=0),
+        BufferMember(rows * columns, True, (), unit=0, row_elements=columns),
+        BufferMember(2 * rows * columns, True, (), unit=0, row_elements=columns),
+        BufferMember(100, True, (), unit=1),
+    ]
+    layout = lay_out(members, RANKS, part, divides_units=True, table_part=part)
+    size, block_size = size_slots([layout], [3])
+    ranges: dict[int, set[tuple[int, int]]] = {}  # by member
+    for span, start in zip(layout.buckets, find_slot_starts(layout, 3, block_size), strict=True):
+        ranges.setdefault(span.members[0], set()).add((start, start + span.stop - span.start))
+    assert [len(ranges[member]) for member in range(3)] == [1, TABLE_PARTS, TABLE_PARTS]
+    in_unit = sorted(ranges[0] | ranges[1] | ranges[2])
+    assert find_gaps(0, size, in_unit) == []
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(in_unit))
+
+
+@pytest.mark.parametrize("table_part", [None, 12 * 32])
+def test_a_unit_with_another_matrix_has_no_early_gradient(table_part, monkeypatch):
+    """The forward writes the gradient of the logits' matrix, and the backward opens no slot for that unit."""
+
+    def list_units(chunk: Chunk) -> list[list[torch.nn.Parameter]]:
+        """Return the units of a chunk whose last block belongs to the unit of the head."""
+        blocks = [list(block.parameters()) for block in chunk.blocks]
+        return [[chunk.token_embedding], *blocks[:-1], list(chunk.parameters())]
+
+    options = {"tied_embeddings": False, "vocab_size": 250, "table_part": table_part}
+    data = make_data_parallel(monkeypatch, 2, 0, bucket_elements=500, **options)
+    assert data.allow_early_gradients(data.buffers[0].module.output_weight)
+    monkeypatch.setattr(Chunk, "list_forward_units", list_units)
+    data = make_data_parallel(monkeypatch, 2, 0, bucket_elements=500, **options)
+    assert not data.allow_early_gradients(data.buffers[0].module.output_weight)
 
 
 def test_gaps_between_spans():

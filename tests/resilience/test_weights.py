@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megascale.api import load_config, train
 from megascale.core.status import read_status
 from megascale.errors import TrainingError
+from megascale.train import weights
 from megascale.train.weights import digest, sum_bits
 
 
@@ -27,6 +28,24 @@ def test_any_single_flipped_bit_changes_the_sum(seed, kind, data):
     location, bit = data.draw(st.integers(0, 256)), data.draw(st.integers(0, width - 2))
     flat[location : location + 1].view(full).bitwise_xor_(1 << bit)
     assert digest(sum_bits([flat, unchanged])) != before
+
+
+def test_a_large_tensor_is_summed_in_pieces(monkeypatch):
+    """torch would copy all of it to int64: 35 GiB for the weights of a model of 4.7 billion parameters."""
+    flat = torch.randn(30, 35, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    whole = sum_bits([flat, flat[1]])
+    monkeypatch.setattr(weights, "SUMMED_ELEMENTS", 100)
+    widest = 0
+    original = torch.Tensor.sum
+
+    def sum_counted(x: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+        nonlocal widest
+        widest = max(widest, x.numel())
+        return original(x, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "sum", sum_counted)
+    assert torch.equal(sum_bits([flat, flat[1]]), whole)
+    assert widest == 100
 
 
 def inject(run: Path, **fault: object) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from megascale.config import from_tree, load
 from megascale.core.events import Event
 from megascale.errors import DataError
 from megascale.train.run_folder import RunFolder, find_checkpoints, load_run_config, read_records, resolve_paths
+from tests.busy_disk import make_busy_disk
 from tests.conftest import lines
 from tests.damaged_records import limited_memory
 
@@ -158,3 +162,53 @@ def test_paths_of_a_run_begin_where_it_was_started(tmp_path, monkeypatch):
         assert resolve_paths(unchanged, run) is unchanged
     monkeypatch.chdir(start)
     assert resolve_paths(config, Path("runs/a")) is config
+
+
+START = """
+import os, sys
+from pathlib import Path
+from megascale.core.events import Event
+from megascale.train.reporter import Reporter
+from megascale.train.run_folder import RunFolder
+
+folder = RunFolder(Path(sys.argv[1]) / "run")
+folder.create()
+reporter = Reporter(folder, is_leader=True)
+os.environ["BUSY_DISK"] = sys.argv[1] + "/pipe"
+reporter.write_event(Event.RESUMED, step=7)
+reporter.report_active({"kernels": "fused"})
+folder.append_event(Event.RUN_FAILED, awaits_disk=False, step=8)
+print("written", flush=True)
+sys.stdin.readline()
+folder._event_flush.close()
+flush = f"fsync {folder.events}"
+flushes = Path(os.environ["FLUSHES"])
+count = flushes.read_text().splitlines().count(flush)
+reporter.write_last_event(Event.RUN_FINISHED, step=9, finished=True)
+print(count, flushes.read_text().splitlines().count(flush) - count, flush=True)
+"""
+
+
+def test_a_start_does_not_wait_for_a_busy_disk_and_the_end_of_a_run_does(tmp_path: Path) -> None:
+    """A recovery may follow a large checkpoint, whose bytes keep the disk busy for seconds."""
+    environment = make_busy_disk(tmp_path)
+    command = [sys.executable, "-c", START, str(tmp_path)]
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert select.select([process.stdout], [], [], 60)[0], "an event of a start waits for the disk"
+            assert process.stdout.readline() == "written\n"
+            folder = RunFolder(tmp_path / "run")
+            assert [record["event"] for record in folder.read_events()] == ["resumed", "active", "run_failed"]
+            assert not (tmp_path / "flushes").exists()
+            with open(tmp_path / "pipe", "w"):  # the disk is free from now on
+                output, _ = process.communicate("continue\n", timeout=60)
+            assert process.returncode == 0
+            in_thread, at_end = map(int, output.split())
+            assert in_thread > 0, "no thread has flushed the events of the start"
+            assert at_end == 1, "the end of the run has not waited for the disk"
+            assert folder.read_events()[-1]["event"] == "run_finished"
+        finally:
+            process.kill()

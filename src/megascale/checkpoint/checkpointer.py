@@ -86,7 +86,7 @@ class Checkpointer:
         self.loaded_from = "nothing"
         self.snapshots: Snapshots | None = None
         self.is_standing = False
-        self._base_sequence = 0  # number of the save in memory from which the run started, or 0
+        self._base_generation = ""  # generation of the save in memory from which the run started, or an empty text
         self._last_sequence = 0  # number of the newest save that an earlier attempt of this process's peers began
         self._is_only_in_memory = False  # whether the loaded state is not in storage
         self._foreground_outcomes: list[SaveOutcome] = []
@@ -244,7 +244,7 @@ class Checkpointer:
             sequence: number of the newest commit in storage.
         """
         if save is not None:
-            self._base_sequence = save.sequence
+            self._base_generation = save.generation
         source = save if plan is None else plan.save
         memory = ""
         if source is not None:
@@ -255,7 +255,8 @@ class Checkpointer:
             self.loaded_from = f"running ranks and {memory}"
         else:
             self.loaded_from = "running ranks"
-        self._is_only_in_memory = plan is not None or self._base_sequence > sequence
+        base_sequence = folders.get_sequence(self._base_generation)
+        self._is_only_in_memory = plan is not None or base_sequence > sequence
 
     def confirm_load(self) -> None:
         """Record that the run continues from the loaded state, and mark the commits that were found damaged.
@@ -306,7 +307,7 @@ class Checkpointer:
                 self.shards,
                 run=self.run,
                 peers=self.peers,
-                base_sequence=self._base_sequence,
+                base_generation=self._base_generation,
                 last_sequence=self._last_sequence,
                 domain=self.domain,
                 reused_slots=self._reused_slots,
@@ -354,19 +355,18 @@ class Checkpointer:
 
     def keep_state(self, attempt: int) -> LiveState:
         """Return what this process keeps of an attempt that it leaves, without a step. Call it before `leave`."""
-        base = self._base_sequence
         live = LiveState(
             attempt,
             self.peers.rank,
             shards=self.shards,
             is_in_place=True,
-            base_sequence=base,
-            last_sequence=max(base, self._last_sequence),
+            base_generation=self._base_generation,
+            last_sequence=max(folders.get_sequence(self._base_generation), self._last_sequence),
         )
         if self.snapshots is None:
             return live
         last = max(live.last_sequence, self.snapshots.sequence)
-        return replace(live, first_sequence=self.snapshots.start_sequence, last_sequence=last)
+        return replace(live, generation=self.snapshots.generation, last_sequence=last)
 
     def leave(self, awaits_snapshots: bool = True) -> Sequence[StagingSlot]:
         """Leave saves under way to this host's service, because the process leaves an attempt. Not collective.

@@ -25,6 +25,7 @@ from megascale.checkpoint.copies import ShardCopier
 from megascale.checkpoint.format.chunks import TensorShard, intersect_boxes
 from megascale.checkpoint.format.index import CheckpointIndex, TensorInfo
 from megascale.checkpoint.format.read_plan import ChunkRequest, request_chunks
+from megascale.checkpoint.format.step_folders import get_nonce
 from megascale.checkpoint.format.write_plan import Offer, make_offer
 from megascale.checkpoint.loader import AcceptState, ChunkSource, ChunkTransfer, LoadReport, fill_shards
 from megascale.checkpoint.object_collectives import Peers
@@ -34,7 +35,6 @@ from megascale.services.conversation import Conversation
 
 # Bytes that a process sends per round if they are on a GPU, where a round waits for the device once.
 _DEVICE_ROUND_BYTES = 256 << 20
-_NO_SEQUENCE = 1 << 62  # first number of the saves of an attempt that began none
 
 # Name of a tensor, first index and size on each dimension
 _BoxKey = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -50,8 +50,8 @@ class LiveState:
         shards: the state in the memory of this process.
         is_in_place: whether `shards` are also the shards to fill, so that this process needs no data at `step`.
         state: on the first process of the attempt, the state besides tensors as a checkpoint stores it; otherwise None.
-        base_sequence: number of the save that the attempt had loaded from memory, or 0.
-        first_sequence: saves that the attempt began have higher numbers.
+        base_generation: generation of the save that the attempt had loaded from memory, or an empty text.
+        generation: generation of the newest save that the attempt has prepared or begun, or an empty text.
         last_sequence: number of the newest save that the attempt began or loaded.
     """
 
@@ -61,8 +61,8 @@ class LiveState:
     shards: Sequence[TensorShard] = ()
     is_in_place: bool = False
     state: Mapping[str, Any] | None = None
-    base_sequence: int = 0
-    first_sequence: int = _NO_SEQUENCE
+    base_generation: str = ""
+    generation: str = ""
     last_sequence: int = 0
 
 
@@ -73,14 +73,15 @@ class _Summary(NamedTuple):
     rank: int
     step: int
     has_state: bool
-    base_sequence: int
-    first_sequence: int
+    base_generation: str
+    generation: str
     last_sequence: int
 
     def has_saved(self, save: MemorySave) -> bool:
         """Return whether the attempt began the save or started from it, so that equal steps have equal bits."""
-        has_begun = self.first_sequence < save.sequence <= self.last_sequence
-        return has_begun or save.sequence == self.base_sequence
+        # The numbers do not suffice, because an attempt that ended early may have begun saves of the same numbers.
+        has_begun = bool(self.generation) and get_nonce(save.generation) == get_nonce(self.generation)
+        return has_begun or save.generation == self.base_generation
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,8 @@ def plan_live_load(
         live.rank,
         live.step,
         live.state is not None,
-        live.base_sequence,
-        live.first_sequence,
+        live.base_generation,
+        live.generation,
         live.last_sequence,
     )
     summaries = peers.all_gather(summary, _Summary)

@@ -173,13 +173,33 @@ def find_unit_ranges(layout: FlatLayout) -> dict[int, tuple[int, int]]:
     return ranges
 
 
-def find_slot_sizes(layout: FlatLayout) -> dict[int, int]:
-    """Return the number of elements that each unit needs in the gradient slots."""
-    sizes = {unit: stop - start for unit, (start, stop) in find_unit_ranges(layout).items()}
+def compute_slot_starts(layout: FlatLayout) -> tuple[list[int], dict[int, int]]:
+    """Return the first element of each unit's bucket in the slot of its unit, and the elements of each unit's slot.
+
+    Buckets of a unit lie next to each other. The parts of a divided table use memory for TABLE_PARTS of them in turn.
+    """
+    starts = []
+    sizes: dict[int, int] = {}
+    table_start = 0  # of the present divided table, in the slot
+    part_size = 0
+    part_index = 0
     for span, unit in zip(layout.buckets, layout.units, strict=True):
-        if unit is not None and span.rows is not None and span.rows[0] == 0:
-            sizes[unit] = TABLE_PARTS * (span.stop - span.start)  # no later part is larger
-    return sizes
+        if unit is None:
+            continue
+        size = span.stop - span.start
+        slot_size = sizes.get(unit, 0)
+        if span.rows is None:
+            starts.append(slot_size)
+            sizes[unit] = slot_size + size
+            continue
+        if span.rows[0] == 0:
+            table_start = slot_size
+            part_size = size  # no later part is larger
+            part_index = 0
+            sizes[unit] = slot_size + TABLE_PARTS * size
+        starts.append(table_start + part_index % TABLE_PARTS * part_size)
+        part_index += 1
+    return starts, sizes
 
 
 def find_gaps(start: int, stop: int, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

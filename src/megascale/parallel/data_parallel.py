@@ -315,14 +315,14 @@ class DataParallel:
         buffer = self.buffers[-1]
         index = [param is weight for param in buffer.parameters].index(True)
         bucket = self.gradient_slots.buckets[-1][buffer.bucket_by_param[index]]
-        if bucket.is_part:  # the writer of a divided gradient opens and reduces its parts
-            self._early_bucket = bucket
-            return True
-        unit_buckets = [candidate for candidate in self.gradient_slots.buckets[-1] if candidate.unit == bucket.unit]
-        if len(unit_buckets) > 1 or len(buffer.layout.buckets[bucket.index].members) > 1:
+        unit_members: set[int] = set()
+        for candidate in self.gradient_slots.buckets[-1]:
+            if candidate.unit == bucket.unit:
+                unit_members.update(buffer.layout.buckets[candidate.index].members)
+        if unit_members != {index}:
             return False
         self._early_bucket = bucket
-        if self.overlap:
+        if self.overlap and not bucket.is_part:  # the writer of a divided gradient reduces its parts
             self.early_sink = buffer.sinks[index]
             self.early_sink.complete = self._reduce_early
         return True

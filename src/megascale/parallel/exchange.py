@@ -315,7 +315,7 @@ class Exchange:
         """Return the order of the copies of a call."""
         if self.copy_plan is not None:
             return self.copy_plan
-        return choose_plan(operation, self._is_capturing)
+        return choose_plan(operation, self._is_capturing, self.size)
 
     def _copy_from_peers(self, copies: Sequence[PeerCopy], number: int, plan: CopyPlan) -> Any:
         """Copy from each peer when it has signalled the call, in the order of `plan`.

@@ -33,7 +33,7 @@ from torch import Tensor
 from megascale.errors import ConfigError, TrainingError
 from megascale.ops import dispatch
 from megascale.ops.amax import get_attached_amax
-from megascale.ops.expert_gemms import Float8ExpertGemms
+from megascale.ops.expert_gemms import ExpertGemms, Float8ExpertGemms
 from megascale.ops.float8 import gemm
 from megascale.ops.float8.cast import (
     cast_by_amax,
@@ -67,7 +67,6 @@ class _Float8Linears(LinearPrecision, ABC):
         self._logits = LinearPrecision(axis)
         self._weights: dict[int, tuple[Tensor, Float8]] = {}  # weight, kept alive, and its cast by id of the weight
         self._pinned: dict[int, Float8] = {}  # cast in the memory that CUDA graphs read, by id of the weight
-        self.expert_gemms = Float8ExpertGemms(self.get_weight, self._get_counts)
         self._counts: Tensor | None = None  # number of clipped and of flushed values, int64 [2]
         self._is_counting = False
         self._cast_count = 0  # number of values that were cast while counting
@@ -75,6 +74,11 @@ class _Float8Linears(LinearPrecision, ABC):
     @property
     def logits(self) -> Gemms:
         return self._logits
+
+    @property
+    def expert_gemms(self) -> ExpertGemms:
+        # A stored object would refer back to this one, and both would keep casts until the garbage collector runs.
+        return Float8ExpertGemms(self.get_weight, self._get_counts)
 
     def invalidate_weights(self) -> None:
         self._weights.clear()
@@ -85,15 +89,21 @@ class _Float8Linears(LinearPrecision, ABC):
 
     def pin_weights(self, weights: Iterable[Tensor]) -> None:
         for weight in weights:
-            cast = self.get_weight(weight)
-            pinned = self._pinned.setdefault(id(weight), cast)
-            if pinned is cast:
-                continue
-            for name, target in vars(pinned).items():
-                source = getattr(cast, name)
-                if target is not None and target is not source:
-                    target.copy_(source)
-            self._weights[id(weight)] = weight, pinned
+            self._pinned.setdefault(id(weight), self.get_weight(weight))
+
+    def _move_to_pinned(self, weight: Tensor, cast: Float8) -> Float8:
+        """Return a new cast of a weight in the memory that CUDA graphs read, or as it is if there is none.
+
+        Eager micro-batches before the first replay read it there too, so that the casts of a step exist once.
+        """
+        pinned = self._pinned.get(id(weight))
+        if pinned is None or pinned is cast:
+            return cast
+        for name, target in vars(pinned).items():
+            source = getattr(cast, name)
+            if target is not None and target is not source:
+                target.copy_(source)
+        return pinned
 
     def reserve_pinned_weights(self, weights: Iterable[Tensor]) -> None:
         for weight in weights:
@@ -135,14 +145,14 @@ class _Float8Linears(LinearPrecision, ABC):
     def get_weight(self, weight: Tensor) -> Float8:
         """Return the cast of a weight [O, I] or of a stack of experts' matrices [experts, ..., I], rows and columns.
 
-        It is made once after `invalidate_weights`.
+        It is made once after `invalidate_weights`, in pinned memory if the weight has it.
         """
         if id(weight) not in self._weights:
             if _is_stack(weight):
                 cast = _cast_parameter_stack(weight)
             else:
                 cast = self._make_weight(weight)
-            self._weights[id(weight)] = weight, cast
+            self._weights[id(weight)] = weight, self._move_to_pinned(weight, cast)
         _, cast = self._weights[id(weight)]
         return cast
 

@@ -31,7 +31,7 @@ import torch
 
 from megascale import torch_private
 from megascale.core.schedule import ActionKind
-from megascale.parallel.buffer_layout import FlatLayout, find_gaps, find_slot_sizes, find_unit_ranges
+from megascale.parallel.buffer_layout import FlatLayout, compute_slot_starts, find_gaps
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.collectives import Axis, Pending
 from megascale.parallel.runtime import Runtime
@@ -377,7 +377,8 @@ def size_slots(layouts: Sequence[FlatLayout], unit_counts: Sequence[int]) -> tup
     largest_size = 0
     block_size = 0
     for layout, count in zip(layouts, unit_counts, strict=True):
-        for unit, size in find_slot_sizes(layout).items():
+        _, slot_sizes = compute_slot_starts(layout)
+        for unit, size in slot_sizes.items():
             largest_size = max(largest_size, size)
             is_block = 0 < unit < count - 1
             if is_block:
@@ -387,15 +388,10 @@ def size_slots(layouts: Sequence[FlatLayout], unit_counts: Sequence[int]) -> tup
 
 def find_slot_starts(layout: FlatLayout, unit_count: int, block_size: int) -> list[int]:
     """Return the first element in the slots' memory of each bucket that belongs to a unit."""
-    ranges = find_unit_ranges(layout)
-    slot_sizes = find_slot_sizes(layout)
-    starts = []
-    for span, unit in zip(layout.buckets, layout.units, strict=True):
-        if unit is not None:
-            is_block = 0 < unit < unit_count - 1
-            slot_start = block_size * (unit % 2) if is_block else 0
-            offset = span.start - ranges[unit][0]
-            if span.rows is not None:
-                offset %= slot_sizes[unit]  # parts use the memory in turn
-            starts.append(slot_start + offset)
+    units = [unit for unit in layout.units if unit is not None]
+    starts, _ = compute_slot_starts(layout)
+    for bucket, unit in enumerate(units):
+        is_block = 0 < unit < unit_count - 1
+        if is_block:
+            starts[bucket] += block_size * (unit % 2)
     return starts

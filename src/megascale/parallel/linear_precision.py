@@ -24,7 +24,6 @@ class LinearPrecision(Gemms):
     Attributes:
         collects_amax: whether operators collect the amax of their outputs (ops/amax.py).
         copies_weights: whether GEMMs read copies of weights, which are made once per step (`pin_weights`).
-        expert_gemms: GEMMs of experts' rows in this precision.
         adapters: low-rank adapters of the layers that use this precision; None if the layers themselves are trained.
     """
 
@@ -34,7 +33,11 @@ class LinearPrecision(Gemms):
 
     def __init__(self, axis: Axis = SINGLE_RANK) -> None:
         self.axis = axis
-        self.expert_gemms: ExpertGemms = DEFAULT_EXPERT_GEMMS
+
+    @property
+    def expert_gemms(self) -> ExpertGemms:
+        """GEMMs of experts' rows in this precision."""
+        return DEFAULT_EXPERT_GEMMS
 
     @property
     def logits(self) -> Gemms:

@@ -133,7 +133,7 @@ class Conversation:
             message = self._incoming.decode(data)
             self.body = self._receive_exactly(head.body_bytes)
         except BaseException:
-            _close_files(files)
+            close_descriptors(files)
             raise
         self.files = files
         return message
@@ -228,7 +228,7 @@ class Conversation:
         try:
             return head_bytes + self._receive_exactly(HEAD.size - len(head_bytes)), files
         except BaseException:
-            _close_files(files)
+            close_descriptors(files)
             raise
 
     def _receive_exactly(self, byte_count: int) -> bytearray:
@@ -252,7 +252,7 @@ class Conversation:
         self.sock.settimeout(seconds)
 
 
-def _close_files(files: Sequence[int]) -> None:
+def close_descriptors(files: Sequence[int]) -> None:
     for file in files:
         os.close(file)
 

@@ -152,4 +152,6 @@ class Ending:
             else:
                 self.status.update("failed", self.step, message=message, exit_record=record, doubt=doubt)
             if self.owns_folder and self._rank_info.rank == 0:
-                self._folder.append_event(event, step=self.step, message=message[:2000])
+                # After the loss of a peer the driver starts the next attempt, which must not wait for a busy disk.
+                awaits_disk = record.kind is not ExitKind.LOST_PEER
+                self._folder.append_event(event, awaits_disk=awaits_disk, step=self.step, message=message[:2000])

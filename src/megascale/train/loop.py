@@ -627,7 +627,7 @@ class Trainer:
         evaluation = None
         if finished:
             evaluation = self._evaluate(is_last=True)
-        self.reporter.write_event(Event.RUN_FINISHED, step=self.step, finished=finished)
+        self.reporter.write_last_event(Event.RUN_FINISHED, step=self.step, finished=finished)
         self.status.update("done", self.step)
         return TrainResult(self.step, finished, self._loss, evaluation)
 
@@ -648,7 +648,7 @@ class Trainer:
             else:
                 resumption = f"resumes from step {saved}, the last saved one"
             text += f": the same command {resumption}"
-        self.reporter.write_event(Event.INTERRUPTED, step=self.step, saved=saved)
+        self.reporter.write_last_event(Event.INTERRUPTED, step=self.step, saved=saved)
         self.ending.is_reported = True
         self.reporter.log_line(text)
 

@@ -63,7 +63,12 @@ class Reporter:
             append_record(self.folder.samples, record)
 
     def write_event(self, event: Event, **details: Any) -> None:
-        """Append an event to events.jsonl. The event is on disk when this returns."""
+        """Append an event to events.jsonl. Steps and recoveries do not wait until it is on the disk."""
+        if self.is_leader:
+            self.folder.append_event(event, awaits_disk=False, **details)
+
+    def write_last_event(self, event: Event, **details: Any) -> None:
+        """Append the event of the run's end to events.jsonl. All events are on the disk when this returns."""
         if self.is_leader:
             self.folder.append_event(event, **details)
 

@@ -12,6 +12,7 @@ from megascale.config import Config, load
 from megascale.core import json_lines, strict_json
 from megascale.core.atomic_files import write_atomically
 from megascale.core.events import Event, format_time
+from megascale.core.file_flush import FileFlush
 from megascale.core.json_lines import RecordReader, parse_record, read_bounded_lines
 from megascale.core.untrusted_files import is_small_file, read_small_text
 from megascale.errors import DataError
@@ -41,14 +42,20 @@ class RunFolder:
         self.plots = path / "plots"
         self.identity = path / "identity"
         self.attempt = 0
+        self._event_flush = FileFlush(self.events)
 
     def create(self) -> None:
         """Make the folder and its subfolders."""
         for folder in (self.path, self.samples.parent, self.checkpoints, self.status, self.logs, self.plots):
             folder.mkdir(parents=True, exist_ok=True)
 
-    def append_event(self, event: Event, **details: Any) -> None:
-        """Append a line to events.jsonl. The line is on disk when this returns."""
+    def append_event(self, event: Event, *, awaits_disk: bool = True, **details: Any) -> None:
+        """Append a line to events.jsonl. All processes see it when this returns, and it outlives this process.
+
+        Args:
+            awaits_disk: whether the line outlives a power cut when this returns. Otherwise a thread sees to that, and a
+                busy disk delays nothing.
+        """
         now = time.time()
         record = {"time": now, "date": format_time(now), "event": event.value, "attempt": self.attempt, "rank": 0}
         line = strict_json.dumps(record | details).encode() + b"\n"
@@ -56,9 +63,12 @@ class RunFolder:
         descriptor = os.open(self.events, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             json_lines.append_lines(descriptor, line)
-            os.fsync(descriptor)
+            if awaits_disk:
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
+        if not awaits_disk:
+            self._event_flush.request()
 
     def find_next_attempt(self) -> int:
         """Return the number of this start: MEGASCALE_ATTEMPT if a launcher sets it, else one above all earlier starts.

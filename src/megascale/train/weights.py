@@ -21,11 +21,22 @@ from megascale.parallel.compute_trace import INTEGER_TYPES
 from megascale.train.engine import Engine
 
 _MULTIPLIER = 0x9E3779B97F4A7C15  # 2^64 / golden ratio; odd, so that products modulo 2^64 are invertible
+SUMMED_ELEMENTS = 2**24  # per sum: 128 MiB as int64
 
 
 def sum_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of the bits of each tensor modulo 2^64, int64 [tensors] on the device."""
-    return torch.stack([t.view(INTEGER_TYPES[t.element_size()]).sum(dtype=torch.int64) for t in tensors])
+    """Return the sum of the bits of each tensor modulo 2^64, int64 [tensors] on the device.
+
+    torch copies narrower integers to int64 before it adds them. So tensors are summed in pieces of SUMMED_ELEMENTS.
+    """
+    return torch.stack([_sum_bits_of_tensor(tensor) for tensor in tensors])
+
+
+def _sum_bits_of_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    bits = tensor.view(INTEGER_TYPES[tensor.element_size()])
+    if bits.numel() <= SUMMED_ELEMENTS:
+        return bits.sum(dtype=torch.int64)
+    return torch.stack([piece.sum(dtype=torch.int64) for piece in bits.flatten().split(SUMMED_ELEMENTS)]).sum()
 
 
 def sum_bits_of_rows(x: torch.Tensor) -> torch.Tensor:

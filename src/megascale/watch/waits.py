@@ -104,6 +104,7 @@ class DeviceClock(WaitClock):
     The compute time of a step is its duration without the durations of its collective calls, averaged over a period of
     READ_INTERVAL_SECONDS. A call starts when this rank's device reaches it. Its duration includes the transfer, which
     takes all ranks equally long. Long steps do not count: in a save, a rank that writes looks slow while others wait.
+    Steps with calls that have not ended count in the next period.
 
     Args:
         dump_recorder: returns the flight recorder's content as JSON.
@@ -112,9 +113,12 @@ class DeviceClock(WaitClock):
     def __init__(self, dump_recorder: Callable[[], str]) -> None:
         self._dump_recorder = dump_recorder
         self._newest_record_id = -1
+        self._pending_ids: set[int] = set()  # calls of the last read that had not ended
         self._period_start = 0.0
-        self._step_ends: list[int] = []  # Unix time in nanoseconds of each step since the start of the period
+        # Of each step since the start of the period:
+        self._step_ends: list[int] = []  # Unix time in nanoseconds
         self._step_seconds: list[float] = []
+        self._call_seconds: list[float] = []
         self._compute_seconds = 0.0
 
     def measure_step(self, seconds: float) -> float:
@@ -122,45 +126,63 @@ class DeviceClock(WaitClock):
         current_time = time.perf_counter()
         self._step_ends.append(time.time_ns())
         self._step_seconds.append(seconds)
+        self._call_seconds.append(0.0)
         if current_time - self._period_start < READ_INTERVAL_SECONDS:
             return self._compute_seconds
-        call_seconds, is_complete = self._read_new_calls()
+        step_count = len(self._step_ends)
+        ended_count, is_complete = self._read_new_calls()
         if self._period_start and is_complete:
-            self._compute_seconds = self._average_usual_steps(call_seconds)
+            step_count = ended_count
+            if ended_count:
+                self._compute_seconds = self._average_usual_steps(ended_count)
         self._period_start = current_time
-        self._step_ends.clear()
-        self._step_seconds.clear()
+        for values in (self._step_ends, self._step_seconds, self._call_seconds):
+            del values[:step_count]
         return self._compute_seconds
 
-    def _average_usual_steps(self, call_seconds: list[float]) -> float:
-        """Return the mean compute seconds of the period's steps without those that are much longer than the median.
-
-        Args:
-            call_seconds: seconds in collective calls, per step of the period.
-        """
-        longest = LONG_STEP * statistics.median(self._step_seconds)
-        steps = zip(self._step_seconds, call_seconds, strict=True)
+    def _average_usual_steps(self, count: int) -> float:
+        """Return the mean compute seconds of the first `count` steps without those much longer than the median."""
+        step_seconds = self._step_seconds[:count]
+        longest = LONG_STEP * statistics.median(step_seconds)
+        steps = zip(step_seconds, self._call_seconds[:count], strict=True)
         return statistics.mean(max(0.0, seconds - calls) for seconds, calls in steps if seconds <= longest)
 
-    def _read_new_calls(self) -> tuple[list[float], bool]:
-        """Read the calls that the recorder has added since the last read.
+    def _read_new_calls(self) -> tuple[int, bool]:
+        """Add the durations of the calls that have ended since the last read to their steps.
+
+        A call belongs to the step in which the host has made it. The device may be some calls behind the host.
 
         Returns:
-            The sum of their durations in seconds for each step of the period, and whether the recorder still holds all
-            of them. A call belongs to the step in which the host has made it.
+            The number of steps at the start of the period all of whose calls have ended, and whether the recorder still
+            holds all calls since the last read. A call that has not ended at two reads no longer counts for the first.
         """
-        call_seconds = [0.0] * len(self._step_ends)
-        entries = [entry for entry in json.loads(self._dump_recorder()).get("entries", ()) if entry.get("duration_ms")]
-        new_entries = [entry for entry in entries if entry["record_id"] > self._newest_record_id]
-        if not new_entries:
-            return call_seconds, False
+        entries = json.loads(self._dump_recorder()).get("entries", ())
+        ended = [entry for entry in entries if entry.get("duration_ms")]
+        pending = [entry for entry in entries if not entry.get("duration_ms") and not entry.get("retired")]
+        new_entries = [
+            entry
+            for entry in ended
+            if entry["record_id"] > self._newest_record_id or entry["record_id"] in self._pending_ids
+        ]
+        new_pending = [entry for entry in pending if entry["record_id"] > self._newest_record_id]
+        record_ids = {entry["record_id"] for entry in entries}
         # The recorder is a ring. If an entry of the last read is still there, no later entry was overwritten.
-        is_complete = len(new_entries) < len(entries) or self._newest_record_id < 0
-        self._newest_record_id = max(entry["record_id"] for entry in new_entries)
+        has_earlier = self._newest_record_id < 0 or any(number <= self._newest_record_id for number in record_ids)
+        is_complete = has_earlier and self._pending_ids <= record_ids and bool(new_entries)
+        self._newest_record_id = max(record_ids, default=self._newest_record_id)
+        self._pending_ids = {entry["record_id"] for entry in pending}
         for entry in new_entries:
-            step = bisect.bisect_left(self._step_ends, entry["time_created_ns"])
-            call_seconds[min(step, len(call_seconds) - 1)] += float(entry["duration_ms"]) / 1000
-        return call_seconds, is_complete
+            step = self._find_step(entry)
+            self._call_seconds[step] += float(entry["duration_ms"]) / 1000
+        ended_count = len(self._step_ends)
+        if new_pending:
+            ended_count = min(self._find_step(entry) for entry in new_pending)
+        return ended_count, is_complete
+
+    def _find_step(self, entry: dict[str, Any]) -> int:
+        """Return the index in the period of the step in which the host has made a call."""
+        step = bisect.bisect_left(self._step_ends, entry["time_created_ns"])
+        return min(step, len(self._step_ends) - 1)
 
 
 def start_wait_clock() -> WaitClock | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megascale.resilience.agent.leftover_processes import find_rank_processes
 from megascale.resilience.driver.state.journal_reader import Entry, read_journal_events
 
 FOLDER = Path(__file__).with_name("trainers")
@@ -139,7 +140,7 @@ class ForeignJob:
         node = f"n{rank}"
         folder = self.run / "nodes" / node
         (folder / "down").touch()
-        trainers = find_processes(self.run, node)
+        trainers = find_rank_processes(self.run, self.run.name, node)
         os.kill(json.loads((folder / "agent.json").read_text())["pid"], signal.SIGKILL)
         for pid in trainers:
             with contextlib.suppress(ProcessLookupError):
@@ -159,14 +160,3 @@ class ForeignJob:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-
-
-def find_processes(run: Path, node: str) -> list[int]:
-    """Return the trainers of a node and all processes that these have started, by their environment."""
-    markers = {os.fsencode(f"MEGASCALE_STATUS={run / 'status'}"), os.fsencode(f"MEGASCALE_NODE={node}")}
-    pids = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if markers <= set((process / "environ").read_bytes().split(b"\0")):
-                pids.append(int(process.name))
-    return pids

@@ -145,7 +145,7 @@ def _load_with(rank: int, size: int, run: Path, changes: dict[int, dict[str, Any
         # An update was interrupted.
         ({0: {"step": -1}, 2: {"step": -1}}, "memory"),
         # Another attempt saved the copy, which may differ in its last bits.
-        ({rank: {"first_sequence": 1 << 40, "last_sequence": 1 << 41} for rank in (0, 2)}, "memory"),
+        ({rank: {"generation": "00000001-other"} for rank in (0, 2)}, "memory"),
         # The copy is of a later attempt.
         ({rank: {"last_sequence": 0} for rank in (0, 2)}, "memory"),
     ],

@@ -82,7 +82,7 @@ def test_a_replica_is_given_up_once_its_trainer_has_left_and_its_peer_is_silent(
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         staged = StageSnapshot(
             rank=0, slot=0, step=1, generation="00000001-a", identity="", state="{}", ranks=1, size=part.size,
-            persist=False, storage="", required_bytes=0, keep=1, base_sequence=0, local_ranks=(0,), leader=True,
+            persist=False, storage="", required_bytes=0, keep=1, base_generation="", local_ranks=(0,), leader=True,
             plan="", token="74" * 16,
         )  # fmt: skip
         staged = msgspec.structs.replace(staged, peer=("127.0.0.1", frozen.getsockname()[1]))

@@ -117,7 +117,7 @@ def test_a_peer_that_does_not_answer_is_waited_for_once(caplog: pytest.LogCaptur
 def _staged(step: int) -> StageSnapshot:
     return StageSnapshot(
         rank=0, slot=0, step=step, generation="", identity="", state="", ranks=1, size=0, persist=False, storage="",
-        required_bytes=0, keep=1, base_sequence=0, local_ranks=(0,), leader=True, plan="", peer=("10.0.0.1", 1),
+        required_bytes=0, keep=1, base_generation="", local_ranks=(0,), leader=True, plan="", peer=("10.0.0.1", 1),
         token="",
     )  # fmt: skip
 

@@ -31,7 +31,7 @@ from tests.checkpoint.background.conftest import await_other
 NOTHING = CheckpointIndex({}, [], {"tensor": np.zeros(0, np.int32)})
 
 
-def _replicate(rank: int, slot: int, slots: int, size: int, base_sequence: int, generation: str) -> Replicate:
+def _replicate(rank: int, slot: int, slots: int, size: int, base_generation: str, generation: str) -> Replicate:
     return Replicate(
         rank=rank,
         slot=slot,
@@ -41,7 +41,7 @@ def _replicate(rank: int, slot: int, slots: int, size: int, base_sequence: int, 
         state="",
         ranks=1,
         size=size,
-        base_sequence=base_sequence,
+        base_generation=base_generation,
         slots=slots,
         streams=1,
         segment_bytes=1,
@@ -89,9 +89,9 @@ class Hosts:
     """Processes whose services complete images, copy them to peers and free slots each at its own pace; the choices of
     slots and of memory for copies are the real ones."""
 
-    def __init__(self, ranks: int, slots: int, above: int = 0) -> None:
-        self.above = above
-        self.number = above
+    def __init__(self, ranks: int, slots: int, base: str = "") -> None:
+        self.base = base
+        self.number = int(base[:8] or 0)
         self.nothing = CheckpointIndex({}, [], {"tensor": np.zeros(0, np.int32)})
         self.local = [[""] * slots for _ in range(ranks)]  # what each service has whole
         self.filled = [[""] * slots for _ in range(ranks)]
@@ -102,7 +102,7 @@ class Hosts:
 
     def room(self, rank: int, slot: int, generation: str) -> Slot:
         slots = self.free.shape[1]
-        return self.copies._reserve_slot(_replicate(rank, slot, slots, 1, self.above, generation), self.nothing)
+        return self.copies._reserve_slot(_replicate(rank, slot, slots, 1, self.base, generation), self.nothing)
 
     def copy(self, rank: int, slot: int, generation: str) -> None:
         """A copy that was there before."""
@@ -153,9 +153,9 @@ class Hosts:
             self.free[rank, slot] = True
 
     def _save(self, check: Callable[[], None]) -> None:
-        begun = np.array([[g[:8] == f"{self.above:08d}" for g in of_rank] for of_rank in self.filled]) & self.complete
+        begun = np.array([[g == self.base != "" for g in of_rank] for of_rank in self.filled]) & self.complete
         free, complete, origin = (list(flags) for flags in (self.free.all(0), self.complete.all(0), begun.any(0)))
-        chosen = {choose_slot(free, complete, filled, origin, self.above > 0) for filled in self.filled}
+        chosen = {choose_slot(free, complete, filled, origin, bool(self.base)) for filled in self.filled}
         assert len(chosen) == 1, "each takes another"
         slot = chosen.pop()
         if slot is None:
@@ -217,7 +217,7 @@ def test_what_a_run_began_from_is_kept_until_it_has_made_more(
     """Some hosts were lost and have nothing; their images are copies, beside which a newer one may lie that not all
     had."""
     assume(any(not newer >> rank & 1 for rank in range(len(lost))))  # else the run had begun from that
-    hosts = Hosts(len(lost), 2, above=6)
+    hosts = Hosts(len(lost), 2, base="00000006-a")
     for rank, is_lost in enumerate(lost):
         images = {slot: "00000006-a"} | ({1 - slot: "00000007-a"} if newer >> rank & 1 else {})
         for position, generation in images.items():
@@ -237,8 +237,8 @@ def test_what_a_run_began_from_is_kept_until_it_has_made_more(
 def test_a_copy_that_still_comes_costs_no_whole_one() -> None:
     copies, index = Replicas(), CheckpointIndex({}, [], {"tensor": np.zeros(0, np.int32)})
 
-    def room(slots: int, slot: int, generation: str, above: int = 0) -> Slot:
-        return copies._reserve_slot(_replicate(slots, slot, slots, 8, above, generation), index)
+    def room(slots: int, slot: int, generation: str, base: str = "") -> Slot:
+        return copies._reserve_slot(_replicate(slots, slot, slots, 8, base, generation), index)
 
     for slots in (1, 2):
         first = room(slots, 0, "00000001-a")
@@ -250,12 +250,45 @@ def test_a_copy_that_still_comes_costs_no_whole_one() -> None:
             room(slots, slots - 1, "00000003-a")
         coming.busy.release()  # it did not come
         # A new run begins from the first, whichever slot it fills; then that one's turn comes.
-        reserved = room(slots, 0, "00000002-b", above=1)
+        reserved = room(slots, 0, "00000002-b", base="00000001-a")
         assert reserved is coming
         assert first.generation
         reserved.generation = "00000002-b"
         reserved.busy.release()
-        assert room(slots, slots - 1, "00000003-b", above=1) is first
+        assert room(slots, slots - 1, "00000003-b", base="00000001-a") is first
+
+
+def test_the_copy_that_a_run_began_from_is_told_by_its_whole_generation() -> None:
+    """An attempt that was killed early has begun a save of the same number. The next copy replaces that one."""
+    copies = Replicas()
+    message = _replicate(0, 0, 2, 8, "00000006-b", "00000007-c")
+    for number, generation in enumerate(("00000006-a", "00000006-b")):
+        slot = copies._reserve_slot(_replicate(0, number, 2, 8, "", generation), NOTHING)
+        slot.generation = generation
+        slot.busy.release()
+    slot = copies._reserve_slot(message, NOTHING)
+    slot.busy.release()
+    assert [slot.generation for _, slot in copies.list_complete()] == ["00000006-b"]
+    for slots in copies._slots.values():
+        for slot in slots:
+            slot.memory.close()
+
+
+def test_memory_that_an_ended_process_had_prepared_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited for its first attempt and made no snapshot. A process that still waits keeps its memory."""
+    monkeypatch.setattr(CheckpointIndex, "from_bytes", lambda data: NOTHING)
+    host = CheckpointService(linger=1.0)
+    waiting, ended, owned = mock.Mock(body=b""), mock.Mock(body=b""), mock.Mock(body=b"")
+    for rank, trainer in enumerate((waiting, ended, owned)):
+        host.on_allocate(trainer, Allocate(rank=rank, size=PAGE, slots=1))
+    host.slots[2][0].generation = "00000009-a"
+    slots = [host.slots[rank][0] for rank in range(3)]
+    ended.is_connected.return_value = owned.is_connected.return_value = False
+    host._drop_older(5)
+    assert sorted(host.slots) == [0, 2]
+    assert [slot.memory.descriptor >= 0 for slot in slots] == [True, False, True]
+    for slot in slots:
+        slot.memory.close()
 
 
 def test_a_trainer_starts_while_a_dead_one_s_snapshot_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

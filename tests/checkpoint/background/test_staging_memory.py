@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import signal
 import socket
@@ -39,6 +40,7 @@ from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.format.write_plan import make_offer, make_plan
 from megascale.checkpoint.saver import get_dtype_name
 from megascale.checkpoint.storage.base import PAGE
+from megascale.errors import FitError
 from megascale.services.conversation import Conversation, read_peer_credentials
 from tests.checkpoint.background.conftest import await_other, background, large_state
 from tests.checkpoint.background.test_pages import resident
@@ -281,7 +283,7 @@ def describe_snapshot(rank: int, slot: int, generation: str) -> StageSnapshot:
         state="{}",
         ranks=4,
         size=PAGE,
-        base_sequence=0,
+        base_generation="",
         follow=False,
         persist=False,
         storage="",
@@ -324,8 +326,7 @@ def test_memory_that_a_service_does_not_free_is_given_up_after_a_limit(monkeypat
     monkeypatch.setattr(CheckpointIndex, "from_bytes", lambda data: NOTHING)
     host.on_allocate(trainer, Allocate(rank=0, size=PAGE, slots=1))
     (memory_slot,) = host.slots[0]
-    descriptor = os.dup(memory_slot.memory.descriptor)
-    slot = StagingSlot(descriptor, NOTHING, [], torch.device("cpu"))
+    slot = StagingSlot(memory_slot.memory.descriptor, NOTHING, [], torch.device("cpu"))
     ours, theirs = socket.socketpair()
     connection = Conversation(ours, TO_SERVICE, FROM_SERVICE)
     served = threading.Thread(target=serve_until_closed, args=(host, Conversation(theirs, FROM_SERVICE, TO_SERVICE)))
@@ -461,6 +462,12 @@ def test_an_image_that_is_not_whole_everywhere_is_overwritten_first(run: Path) -
     second.prepare()
     assert second.snapshots is not None
     assert second.snapshots._choose_slot(wait=False) == 0
+    # A save of the same number that another attempt began is not the state from which the run started.
+    second.snapshots._base_generation = "00000002-base"
+    for slot, generation in zip(second.snapshots._slots, ("00000002-base", "00000002-other"), strict=True):
+        slot.generation = generation
+        slot.is_complete = False
+    assert second.snapshots._choose_slot(wait=False) == 1
     second.finish(run_ended=False)
 
 
@@ -518,6 +525,46 @@ def test_a_waiting_process_prepares_memory_that_its_first_checkpointer_takes(run
     assert Checkpointer(config, run, full_shards(logical_state(2))).load() == {"step": 1}
 
 
+def list_memory_descriptors() -> set[str]:
+    """Return the descriptors of this process that are staging memory."""
+    descriptors = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if "memfd:megascale-checkpoint" in os.readlink(path):
+                descriptors.add(path.name)
+    return descriptors
+
+
+@pytest.mark.parametrize("mapped_slots", [0, 1])
+def test_memory_that_cannot_be_mapped_leaves_no_descriptor(
+    run: Path, monkeypatch: pytest.MonkeyPatch, mapped_slots: int
+) -> None:
+    earlier_descriptors = list_memory_descriptors()
+    real_map = mmap.mmap
+    mappings: list[mmap.mmap] = []
+
+    def fail_later(*args: Any) -> mmap.mmap:
+        if len(mappings) == mapped_slots:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        mappings.append(real_map(*args))
+        return mappings[-1]
+
+    monkeypatch.setattr(staging, "mmap", SimpleNamespace(mmap=fail_later, MAP_SHARED=mmap.MAP_SHARED))
+    config = background(memory_interval=1)
+    assert prepare_slots(config, run, rank=5, size=1, reserved=0, device=torch.device("cpu")) == []
+    assert list_memory_descriptors() <= earlier_descriptors
+    mappings.clear()
+    checkpointer = Checkpointer(config, run, full_shards(logical_state(1)))
+    with pytest.raises(FitError, match=r"staging memory for checkpoints is unavailable .*Cannot allocate memory"):
+        checkpointer.prepare()
+    # A mapping has a descriptor of its own. The next checkpointer of this process takes the mapping.
+    slots = checkpointer.leave()
+    assert len(list_memory_descriptors() - earlier_descriptors) == len(slots) == mapped_slots
+    for slot in slots:
+        slot.close()
+    assert list_memory_descriptors() <= earlier_descriptors
+
+
 def test_a_slot_is_unregistered_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread closes slots of earlier attempts. It starts on the first GPU, and a call there would make a context."""
     calls: list[str] = []
@@ -536,6 +583,7 @@ def test_a_slot_is_unregistered_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) 
     memory = os.memfd_create("test")
     os.ftruncate(memory, PAGE)
     slot = StagingSlot(memory, CheckpointIndex.make_empty(), [], torch.device("cuda", 3))
+    os.close(memory)
     assert slot.page_lock()
     slot.close()
     slot.close()

@@ -31,6 +31,7 @@ from megascale.resilience.agent import process_usage, trainers
 from megascale.resilience.agent.foreign_program import ForeignProgram
 from megascale.resilience.agent.rank_programs import MegascaleTrainer, Progress, TrainerProcess
 from megascale.resilience.agent.trainers import Trainers
+from megascale.resilience.process_birth import read_birth_time
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Start
 from megascale.resilience.protocol.agent_messages import PrepareGroups as GroupsOrder
 from megascale.resilience.protocol.fork_messages import (
@@ -163,7 +164,7 @@ def test_a_fork_server_uses_its_idle_time_and_still_forks(tmp_path):
             pass_fds=[remote.fileno()],
             stdout=out,
             stderr=out,
-            env=os.environ | {"PYTHONPATH": str(tmp_path)},
+            env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
         )
         remote.close()
         try:
@@ -566,6 +567,63 @@ def test_processes_of_a_new_fork_server_learn_of_those_that_died_under_the_old_o
             local.trainers = {}
         forks = FrameReader(TO_FORK_SERVER).feed(server_end.recv(1 << 20))
         assert [fork.env[DYING_VARIABLE] for fork in forks] == ["77", ""]
+
+
+@pytest.mark.parametrize("ends_by_itself", [False, True])
+def test_replacements_learn_of_ranks_that_ended_with_their_fork_server(tmp_path: Path, ends_by_itself: bool) -> None:
+    """The kernel frees the memory of the rank and of its standby process for seconds, and no server reports the end."""
+    order = Start(1, 2, "tiny", (0, 1), 2, ("127.0.0.1", 1), "", ())
+    local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
+    processes = [subprocess.Popen(["sleep", "600"]) for _ in range(3)]
+    server, rank, early = processes
+    local._server = server
+    local.trainers = {
+        0: TrainerProcess(0, tmp_path / "log", 0, pid=rank.pid, progress=Progress("train")),
+        1: TrainerProcess(1, tmp_path / "log", 0, pid=_UNUSED_PID, status=0),
+    }
+    local._early_pids = {0: early.pid, 1: 0}
+    try:
+        if ends_by_itself:
+            server.kill()
+            local._record_server_end()
+        local.end_server()
+        assert local.trainers[0].status == signal.SIGKILL
+        agent_end, server_end = socket.socketpair()
+        with agent_end, server_end:
+            local._socket = agent_end
+            local.start(replace(order, attempt=3), "127.0.0.1", b"t" * 64)
+            forks = FrameReader(TO_FORK_SERVER).feed(server_end.recv(1 << 20))
+        expected = ",".join(str(pid) for pid in sorted([rank.pid, early.pid]))
+        assert [fork.env[DYING_VARIABLE] for fork in forks] == [expected] * 2
+        local._unreported_births = {rank.pid: 1}  # another process has this process id by now
+        assert local._list_dying_processes() == ([] if read_birth_time(rank.pid) else [rank.pid])
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_replacements_learn_of_the_ranks_of_a_killed_agent(tmp_path: Path) -> None:
+    order = Start(1, 2, "tiny", (0, 1), 2, ("127.0.0.1", 1), "", ())
+    killed = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
+    killed.attempt = 1
+    ranks = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    try:
+        for rank, process in enumerate(ranks):
+            killed.trainers[rank] = TrainerProcess(rank, tmp_path / "log", 0)
+            killed._handle_report(Forked(rank, attempt=1, pid=process.pid))
+        local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
+        agent_end, server_end = socket.socketpair()
+        with agent_end, server_end:
+            local._socket = agent_end
+            local.start(order, "127.0.0.1", b"t" * 64)
+            forks = FrameReader(TO_FORK_SERVER).feed(server_end.recv(1 << 20))
+        expected = ",".join(str(pid) for pid in sorted(process.pid for process in ranks))
+        assert [fork.env[DYING_VARIABLE] for fork in forks] == [expected] * 2
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
 
 
 def test_a_standby_process_that_ends_is_not_started_again_in_its_attempt(tmp_path: Path) -> None:

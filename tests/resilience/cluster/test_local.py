@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,3 +106,37 @@ def test_an_evicted_node_gives_its_memory_back(tmp_path: Path, separate: bool) -
         for talk in talks.values():
             talk.close()
         assert len(end_checkpoint_services(run, "n0")) == 1
+
+
+def test_a_node_that_is_taken_out_keeps_no_processes_of_a_foreign_trainer(tmp_path: Path) -> None:
+    """Another node of this machine takes over, and writes the same checkpoints."""
+    run = tmp_path / "run"
+    cluster = LocalCluster(ClusterRequest(run, Config()))
+    processes = {}
+    for name in ("n0", "n1"):
+        (cluster.folder / name).mkdir()
+        variables = {"MEGASCALE_JOB": "run", "MEGASCALE_NODE": name, "MEGASCALE_STATUS": str(run / "status")}
+        processes[name] = subprocess.Popen(["sleep", "600"], env=os.environ | variables)
+    try:
+        assert asyncio.run(cluster.fence("n1"))
+        assert processes["n1"].wait(30) == -signal.SIGKILL
+        assert processes["n0"].poll() is None
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+
+
+def test_a_program_that_names_the_folder_of_a_service_does_not_end_with_it(tmp_path: Path) -> None:
+    """Somebody may look at the folder meanwhile."""
+    folder = private_folder(tmp_path, "n0")
+    connection = connect_checkpoint_service(folder, log_file=tmp_path / "log")
+    viewer = subprocess.Popen([sys.executable, "-c", "input()", str(folder)], stdin=subprocess.PIPE)
+    try:
+        (pid,) = end_checkpoint_services(tmp_path, "n0")
+        assert pid != viewer.pid
+        assert viewer.poll() is None
+    finally:
+        connection.close()
+        viewer.kill()
+        viewer.communicate()

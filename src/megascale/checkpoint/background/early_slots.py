@@ -17,7 +17,7 @@ from megascale.checkpoint.background.staging import StagingSlot, count_slots
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.config import CheckpointConfig
 from megascale.errors import TrainingError
-from megascale.services.conversation import Conversation
+from megascale.services.conversation import Conversation, close_descriptors
 
 log = logging.getLogger(__name__)
 # Seconds after which the process goes on with slots that are not prepared. The service may still send the last snapshot
@@ -66,8 +66,11 @@ def _fill_slots(slots: list[StagingSlot], connection: Conversation, request: All
     """
     index = CheckpointIndex.make_empty()
     connection.request(request, index.to_bytes())
-    for descriptor in connection.files:
-        slots.append(StagingSlot(descriptor, index, [], device))
+    try:
+        for descriptor in connection.files:
+            slots.append(StagingSlot(descriptor, index, [], device))
+    finally:
+        close_descriptors(connection.files)
     stop = threading.Event()
     timer = threading.Timer(_PREPARE_SECONDS, stop.set)
     timer.daemon = True

@@ -40,6 +40,7 @@ from megascale.checkpoint.background.snapshot_memory import (
     pop_older_slots,
 )
 from megascale.checkpoint.format.index import CheckpointIndex
+from megascale.checkpoint.format.step_folders import get_nonce
 from megascale.core.failure import PAUSE, FailureLog
 from megascale.services.connection_server import AUTHENTICATION_TIMEOUT, ConnectionServer
 from megascale.services.conversation import Conversation, set_peer_timeout
@@ -103,9 +104,9 @@ class Replicas:
             return [(rank, slot) for rank, slots in self._slots.items() for slot in slots if slot.generation]
 
     def drop_older(self, sequence: int) -> None:
-        """Free the memory of ranks that have only saves up to the number `sequence`."""
+        """Free the memory of ranks that have only saves up to the number `sequence`, or no complete save."""
         with self._lock:
-            for slot in pop_older_slots(self._slots, sequence):
+            for slot in pop_older_slots(self._slots, sequence, is_used=lambda rank: False):
                 slot.memory.close()
 
     def listen(self, address: str, token: bytes) -> int:
@@ -192,10 +193,10 @@ class Replicas:
             target_index = message.slot
             if message.slots == 1:
                 target_index = min(range(slot_count), key=lambda i: slots[i].generation)
-            # Generations of one attempt end in the same random part.
-            attempt = message.generation[9:]
-            has_newer = any(slot.generation[9:] == attempt for slot in slots)
-            is_base = not has_newer and slots[target_index].generation.startswith(f"{message.base_sequence:08d}-")
+            nonce = get_nonce(message.generation)
+            has_newer = any(get_nonce(slot.generation) == nonce for slot in slots)
+            target_generation = slots[target_index].generation
+            is_base = not has_newer and bool(target_generation) and target_generation == message.base_generation
             # If the target has the replica from which the run started, overwrite its neighbour and swap the two.
             overwritten_index = (target_index + 1) % slot_count if is_base else target_index
             slot = slots[overwritten_index]

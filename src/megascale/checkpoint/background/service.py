@@ -26,6 +26,7 @@ from megascale.checkpoint.background.pending_saves import SaveFailed
 from megascale.checkpoint.background.replica import Replicas, ReplicaSender
 from megascale.checkpoint.background.service_protocol import (
     FROM_SERVICE,
+    SERVICE_MODULE,
     TO_SERVICE,
     Allocate,
     Allocated,
@@ -85,6 +86,7 @@ class CheckpointService:
         self.lifetime = ServiceLifetime(linger)
         self.slots: dict[int, list[Slot]] = {}
         self.file_indexes: dict[int, CheckpointIndex] = {}
+        self._owners: dict[int, Conversation] = {}  # by rank: the trainer that received its slots last
         self._lock = threading.Lock()
         self._replicas = Replicas()
         self._writer = SaveWriter(self.lifetime)
@@ -161,6 +163,7 @@ class CheckpointService:
                 slots = _make_reserved_slots(message, index)
         with self._lock:
             self.slots[rank] = slots
+            self._owners[rank] = trainer
             if len(index):
                 self.file_indexes[rank] = index
         generations = tuple(slot.generation for slot in slots)
@@ -244,9 +247,14 @@ class CheckpointService:
     def _drop_older(self, sequence: int) -> None:
         """Free memory of ranks and replicas with saves up to `sequence` only, which have moved to other hosts."""
         with self._lock:
-            for slot in pop_older_slots(self.slots, sequence):
+            for slot in pop_older_slots(self.slots, sequence, self._has_trainer):
                 slot.memory.close()
         self._replicas.drop_older(sequence)
+
+    def _has_trainer(self, rank: int) -> bool:
+        """Return whether the trainer that received the slots of a rank is still connected."""
+        owner = self._owners.get(rank)
+        return owner is not None and owner.is_connected()
 
     def on_store_plan(self, trainer: Conversation, message: StorePlan) -> None:
         """Store the plan of the first process for all saves: the index, and the index in torch's format."""
@@ -396,7 +404,7 @@ def start_checkpoint_service(folder: Path, linger: float, log_file: Path) -> Non
 
 
 def _make_launch(folder: Path, linger: float, log_file: Path | None) -> Launch:
-    return Launch("megascale.checkpoint.background.service", [str(folder), "--linger", str(linger)], log_file)
+    return Launch(SERVICE_MODULE, [str(folder), "--linger", str(linger)], log_file)
 
 
 def main() -> None:

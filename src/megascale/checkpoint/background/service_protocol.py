@@ -21,6 +21,7 @@ from megascale.services.messages import Count, Message, Name, Path, Port, Record
 from megascale.services.service_location import ServiceLocation, make_private_base_folder, make_private_folder
 
 NAME = "checkpoint"
+SERVICE_MODULE = "megascale.checkpoint.background.service"  # module that a service's process runs
 MAX_MESSAGE_BYTES = 64 << 20  # for a snapshot's checksums and its saved state
 MAX_INDEX_BYTES = 1 << 30  # of the index of a snapshot from another host
 State = Annotated[str, Meta(max_length=MAX_MESSAGE_BYTES // 2)]
@@ -41,7 +42,7 @@ class SnapshotMessage(Message, frozen=True):
         state: saved state besides tensors, as JSON.
         ranks: number of ranks that save.
         size: size of the rank's file in bytes.
-        base_sequence: number of the save from which the run started, or 0.
+        base_generation: generation of the save from which the run started, or an empty text.
     """
 
     rank: Count
@@ -52,7 +53,7 @@ class SnapshotMessage(Message, frozen=True):
     state: State
     ranks: Count
     size: Count
-    base_sequence: Count
+    base_generation: Name
 
 
 # Requests of a trainer --------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import contextlib
 import errno
 import json
 import logging
-import os
 import queue
 import secrets
 import socket
@@ -67,7 +66,7 @@ from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import CheckpointConfig
 from megascale.core.exit_record import ExitKind, attach_record, find_exit_record
 from megascale.errors import FitError, MegascaleError, TrainingError
-from megascale.services.conversation import Conversation
+from megascale.services.conversation import Conversation, close_descriptors
 
 log = logging.getLogger(__name__)
 _REPLY_TIMEOUT = 30.0  # seconds within which the service answers short requests; otherwise it counts as lost
@@ -106,7 +105,8 @@ class Snapshots:
         shards: shards of this process, views of the live memory that training changes in place.
         run: run folder, which identifies the service of this host.
         peers: processes that save together.
-        base_sequence: number of the save that was loaded from memory, or 0 for none. New saves have higher numbers.
+        base_generation: generation of the save that was loaded from memory, or an empty text. New saves have higher
+            numbers.
         last_sequence: number of the newest save of earlier attempts that is known; new saves have higher numbers.
         domain: fault domain of this host.
         reused_slots: result of `leave` of this process's previous Snapshots.
@@ -126,7 +126,7 @@ class Snapshots:
         *,
         run: Path,
         peers: Peers,
-        base_sequence: int = 0,
+        base_generation: str = "",
         last_sequence: int = 0,
         domain: str = "",
         reused_slots: Sequence[StagingSlot] = (),
@@ -137,7 +137,7 @@ class Snapshots:
         self._check = check
         self.slot_count = count_slots(config)
         self.storage = open_storage(folder)
-        self._base_sequence = base_sequence
+        self._base_generation = base_generation
         self._config = config
         self._domain = domain
         self._service_folder = service_protocol.private_folder(run)
@@ -146,6 +146,7 @@ class Snapshots:
         start_values = None  # generation, identity of the folder and size of a checkpoint, from the first process
         if plan is not None:
             identity = folders.read_identity(self.storage, create=True)
+            base_sequence = folders.get_sequence(base_generation)
             generation = folders.make_generation(self.storage, max(base_sequence, last_sequence))
             start_values = (generation, identity, plan.size)
         self.generation, self.identity, self.required_bytes = peers.broadcast(start_values, tuple[str, str, int] | None)
@@ -207,7 +208,7 @@ class Snapshots:
     @property
     def sequence(self) -> int:
         """Return the number of the newest save that was begun, or of the start."""
-        return int(self.generation[:8])
+        return folders.get_sequence(self.generation)
 
     @property
     def memory(self) -> int:
@@ -269,7 +270,7 @@ class Snapshots:
             state=json.dumps(state),
             ranks=self.peers.size,
             size=self.file_layout.size,
-            base_sequence=self._base_sequence,
+            base_generation=self._base_generation,
             persist=persist,
             storage=self.storage.url,
             required_bytes=self.required_bytes,
@@ -317,10 +318,10 @@ class Snapshots:
                 wait_for(slot.prepared, self._check)
             if wait and not slot.has_failed:
                 self._wait_until_free(slot)
-        base_prefix = f"{self._base_sequence:08d}-"
         is_free = [slot.free.is_set() for slot in self._slots]
         is_complete = [slot.is_complete for slot in self._slots]
-        is_not_base = [not slot.generation.startswith(base_prefix) for slot in self._slots]
+        # The whole generation counts, because an attempt that ended early may have begun a save of the same number.
+        is_not_base = [not slot.generation or slot.generation != self._base_generation for slot in self._slots]
         # One collective for all three lists. A flag of the result holds if it holds on every process.
         flags = self.peers.all_true_each(is_free + is_complete + is_not_base)
         slot_count = len(self._slots)
@@ -334,7 +335,7 @@ class Snapshots:
             is_complete=is_complete,
             generations=[slot.generation for slot in self._slots],
             is_base=[not flag for flag in flags[2 * slot_count :]],
-            waits_for_first=self._base_sequence > 0 or self._config.memory_wait,
+            waits_for_first=bool(self._base_generation) or self._config.memory_wait,
             keeps_newest=self._config.memory_wait and not self._has_slot_timed_out,
         )
 
@@ -561,8 +562,11 @@ class Snapshots:
             )
             allocated = self._service.request(request, self._index.to_bytes())
             self._service.timeout = _REPLY_TIMEOUT
-            for descriptor, generation in zip(self._service.files, allocated.generations, strict=True):
-                self._slots.append(self._make_slot(descriptor, generation))
+            try:
+                for descriptor, generation in zip(self._service.files, allocated.generations, strict=True):
+                    self._slots.append(self._make_slot(descriptor, generation))
+            finally:
+                close_descriptors(self._service.files)
             self._close_unused_slots()
         except OSError as error:
             self._allocation_error = error
@@ -621,7 +625,6 @@ class Snapshots:
         slot = self._reused_slots.pop(identify_memory(descriptor), None)
         if slot is None:
             return StagingSlot(descriptor, self._index, self._chunks, self._device, generation)
-        os.close(descriptor)
         self.kept_slot_count += 1
         slot.attach(self._index, self._chunks, generation)
         return slot

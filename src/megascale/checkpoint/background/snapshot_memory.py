@@ -325,20 +325,25 @@ class Slot:
         return True
 
 
-def pop_older_slots(slots: dict[int, list[Slot]], sequence: int) -> list[Slot]:
+def pop_older_slots(slots: dict[int, list[Slot]], sequence: int, is_used: Callable[[int], bool]) -> list[Slot]:
     """Remove and return the slots of ranks that have only saves up to the number `sequence`.
 
-    Slots that are busy, and slots of a rank without snapshots, stay, because the rank may be about to fill them.
+    Slots that are busy stay. Slots without snapshots stay if `is_used` holds for their rank, which will fill them.
 
     Args:
         slots: slots by rank. Those that no rank uses any more have negative keys.
+        is_used: returns whether a process has the slots of a rank. A process that prepared slots for its first attempt
+            may have ended without an attempt.
     """
     popped_slots: list[Slot] = []
     for rank, rank_slots in list(slots.items()):
         sequences = [int(slot.generation[:8]) for slot in rank_slots if slot.generation]
         is_busy = any(slot.busy.locked() for slot in rank_slots)
-        is_unused = rank < 0 and not sequences
-        if (is_unused or (sequences and max(sequences) <= sequence)) and not is_busy:
+        if sequences:
+            is_superfluous = max(sequences) <= sequence
+        else:
+            is_superfluous = rank < 0 or not is_used(rank)
+        if is_superfluous and not is_busy:
             popped_slots += slots.pop(rank)
     return popped_slots
 

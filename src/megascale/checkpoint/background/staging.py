@@ -179,6 +179,7 @@ class StagingSlot:
     """Shared memory for one snapshot on the trainer's side, with the queue of the thread that copies into it.
 
     Args:
+        descriptor: file descriptor of the memory. The caller closes it.
         index: index of this process's file.
         chunks: chunks of the file in live memory, in the order of `index`.
         generation: generation of a complete snapshot that the memory already contains, or an empty text.
@@ -202,7 +203,6 @@ class StagingSlot:
     ) -> None:
         self.inode = identify_memory(descriptor)
         self.map = mmap.mmap(descriptor, 0, mmap.MAP_SHARED)  # all of the memory
-        os.close(descriptor)
         self._is_mapped = False  # whether all pages are populated in this process
         self._device = device
         self._is_page_locked = False

@@ -219,6 +219,16 @@ def make_generation(storage: Storage, above: int = 0) -> str:
     return f"{highest + 1:08d}-{secrets.token_hex(4)}"
 
 
+def get_sequence(generation: str) -> int:
+    """Return the number of a save in its folder, or 0 for an empty generation."""
+    return int(generation[:8] or 0)
+
+
+def get_nonce(generation: str) -> str:
+    """Return the random part of a generation, which all saves of one attempt share."""
+    return generation.partition("-")[2]
+
+
 def make_next_generation(generation: str) -> str:
     """Return the generation of the next save of the same attempt, whose number is higher by one."""
     number, nonce = generation.split("-")

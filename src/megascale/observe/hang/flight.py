@@ -23,6 +23,7 @@ from megascale.core.untrusted_files import check_pickle, read_bounded
 from megascale.errors import DataError
 
 _MAX_BYTES = 1 << 28
+_DEFAULT_GROUP = "default_pg"  # torch's description of the group of all ranks
 _BYTES_BY_DTYPE = {
     "Double": 8,
     "Long": 8,
@@ -105,7 +106,7 @@ def _convert(dump: dict[str, Any], rank: int) -> FlightDump:
     has_start_times = any(entry.get("time_discovered_started_ns") for entry in entries)
     for entry in entries:
         name, description = entry["process_group"]
-        if description == "default_pg":
+        if description == _DEFAULT_GROUP:
             group = "world"
         else:
             group = remove_attempt(str(name))
@@ -145,18 +146,20 @@ def _convert(dump: dict[str, Any], rank: int) -> FlightDump:
 def _drop_earlier_attempts(entries: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
     """Return the calls of the newest attempt of a process that has stayed, in order.
 
-    Calls that were aborted with an earlier attempt remain in the recorder and never complete. Calls of the default
-    group, whose name has no attempt, are dropped up to the last call of an earlier attempt.
+    Calls that were aborted with an earlier attempt remain in the recorder and never complete. The default group has the
+    same name in all attempts. torch numbers the groups of a process as they are made, and an attempt makes its default
+    group first. So groups with lower numbers than the newest default group are of earlier attempts.
     """
+    numbers = [int(entry.get("pg_id") or 0) for entry in entries]
     attempts = [read_attempt(str(entry["process_group"][0])) for entry in entries]
+    is_default = [entry["process_group"][1] == _DEFAULT_GROUP for entry in entries]
+    first_number = max((number for number, flag in zip(numbers, is_default, strict=True) if flag), default=0)
     newest = max((attempt for attempt in attempts if attempt is not None), default=None)
-    if newest is None:
-        return entries
-    first = 0
-    for index, attempt in enumerate(attempts):
-        if attempt is not None and attempt < newest:
-            first = index + 1
-    return entries[first:]
+    for number, attempt in zip(numbers, attempts, strict=True):
+        # The newest attempt may have no call of its default group yet.
+        if newest is not None and attempt is not None and attempt < newest:
+            first_number = max(first_number, number + 1)
+    return [entry for entry, number in zip(entries, numbers, strict=True) if number >= first_number]
 
 
 def _convert_op(name: str) -> str:

@@ -31,6 +31,7 @@ from megascale.observe.hang.evidence import collect_evidence
 from megascale.observe.hang.scene import Scene, pack_evidence
 from megascale.resilience.agent import node_metrics
 from megascale.resilience.agent.driver_link import DriverLink
+from megascale.resilience.agent.leftover_processes import end_leftover_processes
 from megascale.resilience.agent.node_folder import end_checkpoint_services
 from megascale.resilience.agent.rank_lease import RankLease
 from megascale.resilience.agent.telemetry import Telemetry
@@ -97,6 +98,7 @@ class Agent:
 
     async def run(self) -> None:
         """Serve until the driver or a signal orders the end, or until no driver came for `orphan` seconds."""
+        await self._end_leftover_processes()  # the agent before this one may have been killed
         self.trainers.start_server()
         self.lease.start()
         loop = asyncio.get_running_loop()
@@ -189,7 +191,7 @@ class Agent:
                 self._order_task.cancel()
             self._order_task = self._start_task(self._stop_trainers(order), "stopping the trainers")
         elif isinstance(order, Start):
-            reason, errno = self._start_trainers(order)
+            reason, errno = await self._start_trainers(order)
             if reason:
                 self.link.send_message(do="failed", attempt=order.attempt, reason=truncate(reason), errno=errno)
         elif isinstance(order, PrepareGroups):
@@ -241,10 +243,12 @@ class Agent:
             exit_seconds=stopwatch.timings["exit"],
         )
 
-    def _start_trainers(self, order: Start) -> tuple[str, int]:
+    async def _start_trainers(self, order: Start) -> tuple[str, int]:
         """Start the ranks of an attempt. Return the reason and errno of a failure, or an empty text and 0."""
         if order.attempt <= self.trainers.attempt:
             return "", 0  # the order was sent twice
+        if not self.trainers.list_running():
+            await self._end_leftover_processes()
         if self.end_requested.is_set():
             return "this node's agent is ending", 0
         reason = self.lease.get_expiry_reason()
@@ -269,6 +273,12 @@ class Agent:
             self.state = order.state
             self.telemetry.follow_attempt(order)
         return "", 0
+
+    async def _end_leftover_processes(self) -> None:
+        """End the processes that ranks of earlier attempts have started on this node. No rank may run meanwhile."""
+        pids = await asyncio.to_thread(end_leftover_processes, self.run_folder, self.job, self.node)
+        if pids:
+            log.warning("ended processes %s, which ranks of an earlier attempt had started", pids)
 
     def _write_fault(self, order: Inject) -> None:
         """Write a fault request for the trainers, unless they read the shared run folder or have executed it."""

@@ -22,6 +22,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from megascale.core import terminal
 from megascale.core.exit_record import NO_RECORD, find_exit_record
@@ -45,6 +46,7 @@ from megascale.services.messages import FrameReader, Message
 
 ENTRY_MODULE = "megascale.cli.main"  # its function `main` runs a trainer
 _IDLE_SECONDS = 1.0  # time without an order before the next function of MODULE:FUNCTION names is called
+_GROUP_POLL_SECONDS = 0.2  # between two checks whether the processes of an ended program have ended
 # Largest texts of a failure, in characters: the description and the traceback of a failed import, and the description
 # of a child's exception, whose message must fit into one atomic write to a pipe.
 _IMPORT_ERROR_CHARACTERS = 2000
@@ -70,6 +72,8 @@ class ForkServer:
         self._reports = FrameReader(FROM_CHILD)
         self._exit_reports: dict[int, LastWords] = {}  # by process id
         self._programs: set[int] = set()  # process ids of children that execute another program
+        # Wait statuses of programs that SIGTERM has ended while processes of their group still save; by process id.
+        self._saving_groups: dict[int, int] = {}
         self._order_pipes: dict[int, int] = {}  # writing end of each child's pipe of orders, by process id
 
     def serve(self) -> None:
@@ -82,8 +86,11 @@ class ForkServer:
         self._send(ForkServerReady(os.getpid()))
         while True:
             timeout = _IDLE_SECONDS if self._functions else None
+            if self._saving_groups:
+                timeout = _GROUP_POLL_SECONDS
             readable, _, _ = select.select([self._socket.fileno(), self._wakeup_read], [], [], timeout)
-            if not readable:
+            self._report_ended_groups()
+            if not readable and self._functions and not self._saving_groups:
                 _call_function(self._functions.pop(0))
             if self._wakeup_read in readable:
                 with contextlib.suppress(BlockingIOError):
@@ -126,6 +133,11 @@ class ForkServer:
                 os.close(self._order_pipes.pop(pid))
             if pid in self._programs:
                 self._programs.discard(pid)
+                has_terminated = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
+                if has_terminated and _has_running_group(pid):
+                    # The agent asks the whole group to save. SIGTERM ends a shell script before its trainer has saved.
+                    self._saving_groups[pid] = status
+                    continue
                 # End the processes that a wrapper script has left in its process group.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)
@@ -136,6 +148,16 @@ class ForkServer:
                         self._exit_reports[report.pid] = report
             exit_report = self._exit_reports.pop(pid, LastWords(pid, NO_RECORD, ""))
             self._send(Ended(pid, status, exit_report.record, exit_report.error))
+
+    def _report_ended_groups(self) -> None:
+        """Report programs that SIGTERM has ended once all processes of their group have ended.
+
+        The agent kills the group at the end of its grace period.
+        """
+        for pid, status in list(self._saving_groups.items()):
+            if not _has_running_group(pid):
+                del self._saving_groups[pid]
+                self._send(Ended(pid, status, NO_RECORD, ""))
 
     def _forward_order(self, order: Instruct) -> None:
         """Write an order to the pipe of a child. The pipe's buffer never fills, because children read their orders."""
@@ -208,6 +230,17 @@ class ForkServer:
                 report_exception(self._report_write, end)
         atexit._run_exitfuncs()  # os._exit, which ends a child, does not call them
         return code
+
+
+def _has_running_group(group: int) -> bool:
+    """Return whether a process of a process group runs. Zombies, which init may never collect, do not count."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # the process has ended
+            fields = (process / "stat").read_bytes().rpartition(b")")[2].split()
+            state, process_group = fields[0], int(fields[2])
+            if process_group == group and state not in (b"Z", b"X"):
+                return True
+    return False
 
 
 def report_exception(pipe: int, error: BaseException) -> None:

@@ -3,6 +3,7 @@
 FOLDER/given.json, token    description and secret of the job (protocol/job_description.py)
 FOLDER/epoch                newest epoch of a driver that the agent has followed
 FOLDER/agent.json           process of the agent
+FOLDER/ranks.json           processes of the agent's ranks
 FOLDER/runs/NAME            folder to which the trainers write
 """
 
@@ -13,16 +14,19 @@ import json
 import os
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
-from megascale.checkpoint.background.service_protocol import locate_service, private_folder
+from megascale.checkpoint.background.service_protocol import SERVICE_MODULE, locate_service, private_folder
 from megascale.core.atomic_files import write_atomically
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, DataError
+from megascale.resilience.agent.leftover_processes import end_leftover_processes
 from megascale.resilience.process_birth import read_birth_time
-from megascale.resilience.protocol.job_description import JobDescription, write_job
+from megascale.resilience.protocol.job_description import JobDescription, read_job, write_job
 from megascale.services.service_location import ServiceLocation, make_private_folder
 
 PROCESS_FILE = "agent.json"
+_RANKS_FILE = "ranks.json"
 _KILL_TIMEOUT = 5.0  # seconds within which a killed process must end
 _POLL_SECONDS = 0.01  # between checks of a killed process
 
@@ -93,33 +97,54 @@ def find_agent(folder: Path) -> int:
         return 0
 
 
+def record_rank_processes(folder: Path, births: Mapping[int, int]) -> None:
+    """Write the birth times of the ranks' processes by process id, for an agent that starts after this one is killed.
+
+    Raises OSError if the disk is full.
+    """
+    write_atomically(folder / _RANKS_FILE, json.dumps(births))
+
+
+def read_rank_processes(folder: Path) -> dict[int, int]:
+    """Return the birth times of the processes of the previous agent's ranks by process id, as far as they are known."""
+    try:
+        record = json.loads((folder / _RANKS_FILE).read_text())
+        return {int(pid): int(birth) for pid, birth in record.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
 def end_agent(folder: Path) -> bool:
-    """Kill the node's agent, with its fork server and trainers. Return False if it does not end in time."""
+    """Kill the node's agent, with its fork server and trainers. Return False if it does not end in time.
+
+    The processes that ranks of a foreign trainer have started are killed too.
+    """
     deadline = time.monotonic() + _KILL_TIMEOUT
-    while True:
-        pid = find_agent(folder)
-        if not pid:
-            return True
-        try:
+    while pid := find_agent(folder):
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return True
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_SECONDS)
+    with contextlib.suppress(DataError):  # a folder without a job has no ranks
+        job = read_job(folder)
+        end_leftover_processes(Path(job.run), job.name, folder.name)
+    return True
 
 
 def end_checkpoint_services(run: Path, node: str) -> list[int]:
     """Kill the checkpoint services of a node on this host, and return their process ids.
 
-    A service has its folder as an argument of its command line.
+    A service of this user runs the module, and has its folder as an argument of its command line. Other programs, such
+    as `ls FOLDER`, have only the latter.
     """
     location = locate_service(private_folder(run, node))
-    folder = os.fsencode(location.folder)
+    markers = {os.fsencode(location.folder), SERVICE_MODULE.encode()}
     pids = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if folder in (process / "cmdline").read_bytes().split(b"\0"):
+            is_permitted = process.stat().st_uid == os.geteuid()
+            if is_permitted and markers <= set((process / "cmdline").read_bytes().split(b"\0")):
                 os.kill(int(process.name), signal.SIGKILL)
                 pids.append(int(process.name))
     if pids:

@@ -48,9 +48,12 @@ from megascale.resilience.agent.attempt_orders import (
     read_data_size,
 )
 from megascale.resilience.agent.foreign_program import ForeignProgram
+from megascale.resilience.agent.leftover_processes import kill_rank_processes
+from megascale.resilience.agent.node_folder import read_rank_processes, record_rank_processes
 from megascale.resilience.agent.process_usage import is_being_killed, read_usage
 from megascale.resilience.agent.rank_programs import MegascaleTrainer, RankProgram, TrainerProcess
 from megascale.resilience.agent.worker_report import describe_worker
+from megascale.resilience.process_birth import read_birth_time
 from megascale.resilience.protocol.agent_messages import PrepareGroups as GroupsOrder
 from megascale.resilience.protocol.agent_messages import Start
 from megascale.resilience.protocol.fork_messages import (
@@ -138,8 +141,8 @@ class Trainers:
         self._early_pids: dict[int, int] = {}
         self._failed_standby_ranks: set[int] = set()  # ranks whose standby process has ended in the present attempt
         self._dying_pids: set[int] = set()  # killed processes whose memory the kernel still frees
-        # The same, of earlier fork servers, which no longer report the end.
-        self._unreported_pids: set[int] = set()
+        # Birth times of the same, of earlier fork servers and agents, which no longer report the end; by process id.
+        self._unreported_births = read_rank_processes(folder)
 
     # the fork server ------------------------------------------------------------------------------------------------
 
@@ -173,6 +176,7 @@ class Trainers:
         if self._socket is not None:
             self._socket.close()
         if self._server is not None:
+            self._note_unreported_ends()
             self._kill_ranks(self.list_running())
             self._server.kill()
             self._server.wait()
@@ -183,18 +187,43 @@ class Trainers:
         self._socket = None
         self._read_task = None
         self._early_pids = {}
-        self._unreported_pids |= self._dying_pids
+        self._unreported_births |= {pid: read_birth_time(pid) for pid in self._dying_pids}
         self._dying_pids = set()
+
+    def _note_unreported_ends(self) -> None:
+        """Store which processes end with the fork server. Their replacements wait until their memory is free."""
+        pids = [trainer.pid for trainer in self.list_running()] + list(self._early_pids.values())
+        self._unreported_births |= {pid: read_birth_time(pid) for pid in pids if pid > 0}
+
+    def _record_processes(self) -> None:
+        """Store which processes end with this agent, so that the next agent names them to their replacements."""
+        pids = [trainer.pid for trainer in self.list_running()] + list(self._early_pids.values())
+        with contextlib.suppress(OSError):  # a full disk: replacements then do not wait for free memory
+            record_rank_processes(self.folder, {pid: read_birth_time(pid) for pid in pids if pid > 0})
+
+    def _list_dying_processes(self) -> list[int]:
+        """Return the killed processes whose memory the kernel may still free. Forget those that no server reports."""
+        pids = set(self._dying_pids)
+        for pid, birth in self._unreported_births.items():
+            current_birth = read_birth_time(pid)
+            is_reused = current_birth != 0 and birth != 0 and current_birth != birth
+            if not is_reused:
+                pids.add(pid)
+        self._unreported_births = {}
+        return sorted(pids)
 
     def _kill_ranks(self, trainers: Sequence[TrainerProcess]) -> None:
         """Kill ranks with their process groups.
 
-        The kernel ends a rank with the fork server, but not the child processes of a foreign trainer.
+        The kernel ends a rank with the fork server, but not the child processes of a foreign trainer. Some of these may
+        have a process group of their own.
         """
         for trainer in trainers:
             if trainer.pid:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     self.program.signal(trainer.pid, signal.SIGKILL)
+        if trainers and isinstance(self.program, ForeignProgram) and self._start_order is not None:
+            kill_rank_processes(self.run, self._start_order.job, self.folder.name)
 
     async def _read_reports(self, sock: socket.socket) -> None:
         """Handle the reports of the fork server until it ends. Then start a new one, unless its imports failed."""
@@ -225,6 +254,7 @@ class Trainers:
 
     def _record_server_end(self) -> None:
         """Record the end of the running ranks, which the kernel has killed with the fork server, and its reason."""
+        self._note_unreported_ends()
         if self._start_failure:
             for trainer in self.list_running():
                 trainer.end(
@@ -255,9 +285,11 @@ class Trainers:
             self._start_failure = message
         elif isinstance(message, Forked) and message.attempt == _NO_ATTEMPT:
             self._add_early_process(message.rank, message.pid)
+            self._record_processes()
         elif isinstance(message, Forked) and message.attempt == self.attempt:
             if message.rank in self.trainers:
                 self.trainers[message.rank].pid = message.pid
+                self._record_processes()
         elif isinstance(message, Ended) and message.pid in self._dying_pids:
             self._dying_pids.discard(message.pid)  # `note_kills` has recorded this end
             # The process may have reported an exception before it was killed, such as one for lack of memory.
@@ -292,8 +324,7 @@ class Trainers:
         self._failed_standby_ranks = set()
         if order.fresh or self._socket is None:
             self.start_server()
-        dying_pids = ",".join(str(pid) for pid in sorted(self._dying_pids | self._unreported_pids))
-        self._unreported_pids = set()
+        dying_pids = ",".join(str(pid) for pid in self._list_dying_processes())
         logs = self.run / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         self.program.close()
@@ -450,6 +481,8 @@ class Trainers:
         if pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+                if self._server is not None:
+                    self._dying_pids.add(pid)  # until the server reports the end
 
     def _explain_replacements(self) -> dict[int, str]:
         """Return by rank why its process is replaced, although the rank itself had no fault. Forget these reasons."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from megascale.core.atomic_files import write_atomically
 from megascale.core.python_process import module_command
+from megascale.resilience.agent.leftover_processes import end_leftover_processes
 from megascale.resilience.agent.node_folder import end_checkpoint_services, find_agent
 from megascale.resilience.cluster.base import Cluster, ClusterRequest, NodeInfo
 from megascale.resilience.process_birth import read_birth_time
@@ -139,6 +140,8 @@ class LocalCluster(Cluster):
     async def fence(self, name: str) -> bool:
         """Kill the agent. The kernel then ends the agent's fork server and trainers.
 
+        The processes that ranks of a foreign trainer have started are killed too.
+
         On a blocked node the checkpoint service is killed too: its snapshots are no longer read, and the other nodes of
         this machine need the memory.
         """
@@ -157,8 +160,12 @@ class LocalCluster(Cluster):
             await asyncio.sleep(0.01)
         if find_agent(self.folder / name):
             return False
+        run = self._get_run_folder(name)
+        pids = await asyncio.to_thread(end_leftover_processes, run, self.run.name, name)
+        if pids:
+            log.info("%s: ended processes %s, which its ranks had started", name, pids)
         if name in self._blocked:
-            pids = await asyncio.to_thread(end_checkpoint_services, self._get_run_folder(name), name)
+            pids = await asyncio.to_thread(end_checkpoint_services, run, name)
             log.info("%s was evicted: ended its checkpoint services %s", name, pids)
         return True
 

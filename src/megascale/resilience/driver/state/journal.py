@@ -5,8 +5,8 @@ driver whose epoch is not the newest can no longer write. The job's state is rep
 transitions since then (job_state.py), and the rows of the nodes.
 
 Recoveries do not wait for the disk, which may be busy with a checkpoint for seconds. Their transitions outlive the
-driver's process at once, and a power cut once a thread has flushed the write-ahead log. A driver that starts after a
-power cut in between learns newer attempts from the agents.
+driver's process at once, and a power cut once a thread has flushed the write-ahead log. The same thread copies the log
+into the file at times. A driver that starts after a power cut in between learns newer attempts from the agents.
 
 The journal survives a disk without space and its own removal. Writes that fail for lack of space stay in memory, are
 reported once per minute, and are written once there is space. The driver does not end, since training would then be
@@ -20,7 +20,6 @@ import logging
 import os
 import socket
 import sqlite3
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,6 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
+from megascale.core.file_flush import FileFlush
 from megascale.errors import ConfigError
 from megascale.resilience.driver.state.job_state import JobEvent, JobState, NodeRecord, to_plain
 from megascale.resilience.driver.state.journal_disk import (
@@ -67,6 +67,8 @@ _AWAITED_EVENTS = frozenset(
         JobEvent.FINISHED,
     }
 )
+# Transactions after which the write-ahead log is copied into the file. Each one adds a few pages of 4 KiB to the log.
+WRITES_PER_COPY = 1000
 REPORT_INTERVAL = 60.0  # seconds between messages about a full disk
 # SQLite's primary error codes that do not indicate a damaged file.
 _EXTERNAL_CODES = (
@@ -82,62 +84,6 @@ _EXTERNAL_CODES = (
 
 class JournalFenced(Exception):
     """Another driver has taken over the job; this one must not touch it any more."""
-
-
-class LogFlush:
-    """Thread that makes what was written to a file outlive a power cut, while its user goes on.
-
-    Args:
-        path: the file. A file that does not exist needs no flush.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._condition = threading.Condition()
-        self._is_due = False
-        self._is_closed = False
-        self._thread: threading.Thread | None = None
-
-    def request(self) -> None:
-        """Flush soon what has been written so far."""
-        with self._condition:
-            self._is_due = True
-            self._condition.notify()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="megascale-journal-flush", daemon=True)
-                self._thread.start()
-
-    def close(self) -> None:
-        """Complete the requested flush, and end the thread."""
-        with self._condition:
-            self._is_closed = True
-            self._condition.notify()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            with self._condition:
-                self._condition.wait_for(lambda: self._is_due or self._is_closed)
-                if not self._is_due:
-                    return
-                self._is_due = False
-            self._flush()
-
-    def _flush(self) -> None:
-        try:
-            handle = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:  # SQLite has copied the log into the journal, and waited for the disk.
-            return
-        except OSError as error:
-            log.warning("%s was not flushed to the disk: %s", self._path, error)
-            return
-        try:
-            os.fsync(handle)
-        except OSError as error:
-            log.warning("%s was not flushed to the disk: %s", self._path, error)
-        finally:
-            os.close(handle)
 
 
 class Journal:
@@ -169,7 +115,9 @@ class Journal:
         self._pending_job: JobState | None = None
         self._pending_nodes: dict[str, NodeRecord] = {}
         self._report_time = float("-inf")  # when a full disk was last reported, on the monotonic clock
-        self._flush = LogFlush(path.with_name(path.name + "-wal"))
+        self._write_count = 0  # transactions since SQLite was last asked to copy its log into the file
+        self._is_copy_due = False
+        self._flush = FileFlush(path.with_name(path.name + "-wal"), self._copy_log)
 
     @classmethod
     def take(cls, run: Path, lease: float, known_epoch: int = 0, ended_epoch: int = 0) -> tuple[Self, bool]:
@@ -237,6 +185,30 @@ class Journal:
             if db.execute("SELECT epoch FROM lease").fetchone() != (self.epoch,):
                 raise JournalFenced(f"epoch {self.epoch} is over: another driver has taken over the job")
             yield db
+        self._write_count += 1
+        if self._write_count >= WRITES_PER_COPY and not self.network_filesystem:
+            self._write_count = 0
+            self._is_copy_due = True
+            self._flush.request()
+
+    def _copy_log(self) -> None:
+        """Copy the write-ahead log into the file if that is due, in the flush's thread, because it waits for the disk.
+
+        SQLite itself would do it within a transaction. The first transaction after a copy begins the log anew and waits
+        for one flush, of a disk that has just answered.
+        """
+        if not self._is_copy_due:
+            return
+        self._is_copy_due = False
+        try:
+            # The default mode would create a removed file, which this driver would take for that of another driver.
+            db = sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=rw", uri=True)
+            try:
+                db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            finally:
+                db.close()
+        except sqlite3.Error as error:
+            log.warning("the write-ahead log of %s was not copied into it: %s", self.path, error)
 
     @contextmanager
     def _tolerating_full_disk(self) -> Iterator[None]:
@@ -460,6 +432,7 @@ def _open(path: Path) -> sqlite3.Connection:
             db.execute("SELECT 1 FROM sqlite_master").fetchone()  # This access releases the exclusive lock.
         else:
             db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA wal_autocheckpoint = 0")  # see Journal._copy_log
         db.execute("PRAGMA synchronous = FULL")
         if db.execute("PRAGMA quick_check").fetchone() != ("ok",):
             raise sqlite3.DatabaseError("the check of the file failed")
