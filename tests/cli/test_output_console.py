@@ -66,6 +66,19 @@ def test_a_narrow_terminal_receives_a_block_per_row(width: int) -> None:
     ]
 
 
+@pytest.mark.parametrize("width", [28, 36, 48, 60])
+def test_lines_of_columns_that_are_not_wrapped_are_not_cut(width: int) -> None:
+    table = Table("rank", "state")
+    table.add_column("steps", no_wrap=True)
+    table.add_column("reason")
+    table.add_row("alpha", "lost", "one two three four five six", "seven eight nine ten")
+    stream = io.StringIO()
+    OutputConsole(file=stream, highlight=False, force_terminal=True, color_system=None, width=width).print(table)
+    output = stream.getvalue()
+    for text in ("alpha", "lost", "one two three four five six", "seven", "eight"):
+        assert text in output
+
+
 def test_columns_of_the_environment_hold_for_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     assert f"tensor  {NAME}" in print_table()
