@@ -410,6 +410,24 @@ def test_the_start_names_every_kind_of_attention(model: dict[str, Any], line: st
     assert lines["context attention"] == line
 
 
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        ({}, "collectives, in parts of the heads"),
+        ({"kv_heads": 2}, "collectives, not in parts, since 2 does not divide a rank's own key/value heads"),
+        ({"kv_heads": 1}, "collectives, not in parts, since 2 does not divide a rank's own key/value heads"),
+        (
+            {"layer_pattern": "SG", "layer_kinds": {"G": {"kv_heads": 2}}},
+            "collectives, in parts of the heads in layers where 2 divides a rank's own key/value heads",
+        ),
+    ],
+)
+def test_the_start_names_layers_whose_heads_are_not_exchanged_in_parts(model: dict[str, Any], line: str) -> None:
+    config = from_tree(context_case(2, model={**ROTARY, **model}, overlap=IN_PARTS).tree)
+    _, lines = choose_context_exchange(Axis(None, 2, 0), config, torch.float64, torch.device("cpu"))
+    assert lines["context exchange"] == line
+
+
 # Memory ------------------------------------------------------------------------------------------------------------
 
 

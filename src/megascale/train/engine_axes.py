@@ -17,7 +17,7 @@ from megascale.config import Config
 from megascale.config.axes import AXES
 from megascale.core.expert_ranks import gathers_expert_tokens
 from megascale.core.group_names import remove_attempt
-from megascale.core.head_exchange import list_gather_kernels, share_heads
+from megascale.core.head_exchange import HEAD_PARTS, count_head_parts, list_gather_kernels, share_heads
 from megascale.core.inventory import count_distinct_layers
 from megascale.core.layout import Layout
 from megascale.core.schedule import ActionKind
@@ -205,9 +205,11 @@ def choose_context_exchange(
     tensor, context = config.parallel.tensor, config.parallel.context
     widths = []  # elements that each kind of layer exchanges per token
     descriptions: dict[str, None] = {}  # phrases for the kinds of layers, in order and without repetitions
+    part_counts = set()
     for layer, _ in count_distinct_layers(config.model):
         mixer = layer.mixer
         share = share_heads(mixer.heads // tensor, mixer.kv_heads // tensor, context)
+        part_counts.add(count_head_parts(share, config.exchanges_heads_in_parts))
         if share.gathers_keys:
             widths.append(2 * share.kv_heads * mixer.head_size)
             kernels = list_gather_kernels(mixer.softcap, config.data.document_mask)
@@ -223,7 +225,7 @@ def choose_context_exchange(
     lines = {"context attention": "; ".join(descriptions)}
     requested = config.overlap.context
     if config.exchanges_heads_in_parts:
-        return replace(axis, overlap="parts"), {**lines, "context exchange": "collectives, in parts of the heads"}
+        return replace(axis, overlap="parts"), {**lines, "context exchange": _describe_parts(part_counts)}
     if requested == "collectives":
         return axis, {**lines, "context exchange": requested}
     token_count = config.model.sequence_length // context * config.train.micro_batch
@@ -237,6 +239,19 @@ def choose_context_exchange(
             "each group of context ranks on one host whose GPUs reach each other"
         )
     return axis, {**lines, "context exchange": f"collectives (no copies: {exchange})"}
+
+
+def _describe_parts(part_counts: set[int]) -> str:
+    """Return the start-up line of overlap.context_parts=true.
+
+    Args:
+        part_counts: in how many parts the kinds of layers exchange a rank's heads.
+    """
+    if part_counts == {HEAD_PARTS}:
+        return "collectives, in parts of the heads"
+    if part_counts == {1}:
+        return f"collectives, not in parts, since {HEAD_PARTS} does not divide a rank's own key/value heads"
+    return f"collectives, in parts of the heads in layers where {HEAD_PARTS} divides a rank's own key/value heads"
 
 
 def choose_expert_exchange(
