@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import resource
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,8 +106,11 @@ def test_brackets_of_a_run_folder_are_printed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["examples"], ["monitoring"]])
-def test_files_for_a_full_disk_are_not_left_in_parts(tmp_path: Path, arguments: list[str]) -> None:
+def test_files_for_a_full_disk_are_not_left_in_parts(
+    tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The limit of file sizes stands for a full disk."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python would store incomplete bytecode of new imports
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
