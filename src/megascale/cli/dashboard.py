@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 import typer
 
 from megascale.core.python_process import module_command, protect_children
+from megascale.errors import ConfigError
 
 PORT = 8265  # default of --port
 _POLL_SECONDS = 0.2  # between checks whether a driver runs
@@ -85,6 +87,19 @@ def _end_with_stdin() -> None:
         while os.read(0, 1024):
             pass
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def check_port(port: int) -> None:
+    """Raise ConfigError if a page cannot listen on this port of the loopback address."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError(
+                f"--dashboard {port}: the page cannot listen on 127.0.0.1:{port} ({error.strerror}); choose another "
+                "port, or 0 for any free one"
+            ) from None
 
 
 @contextlib.contextmanager

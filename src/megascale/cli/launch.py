@@ -134,6 +134,10 @@ def _make_foreign_overrides(command: list[str], per_node: int | None) -> list[st
 def _drive(config: Config, dashboard: int | None) -> int:
     """Check the job, run its driver, and return the exit code."""
     require_package("fastapi", "driver")
+    if dashboard is not None:
+        from megascale.cli.dashboard import check_port
+
+        check_port(dashboard)
     if config.resilience.otlp:
         require_package("opentelemetry", "otel")
     from megascale.resilience.driver import start_driver
