@@ -232,6 +232,9 @@ def test_without_the_setting_no_groups_are_ordered() -> None:
 def test_nodes_join_a_single_rank_without_groups_since_it_serves_no_store() -> None:
     replicas, nodes, orders = make_joining_job(prepared_groups=True)
     replicas.job.state = replace(replicas.job.state, placement=NAMES[:1], data=1)
+    settings: Any = replicas.settings
+    settings.limits = settings.limits.model_copy(update={"nodes": 2})
+    settings.config = settings.config.model_copy(update={"resilience": settings.limits})
     for _ in range(2):
         replicas.check_degraded_job()
         report(nodes, True)
