@@ -229,7 +229,10 @@ def choose_context_exchange(
         line = f"collectives, in parts of the heads{extent}"
         return replace(axis, overlap="parts"), {**lines, "context exchange": line}
     if config.exchanges_heads_in_parts:
-        reason = f"overlap.context_parts=true needs key/value heads per rank that {HEAD_PARTS} divides, without sinks"
+        reason = (
+            f"overlap.context_parts=true needs key/value heads per rank that {HEAD_PARTS} divides, without copies of "
+            "them and without sinks"
+        )
         return axis, {**lines, "context exchange": f"collectives, of all heads at once ({reason})"}
     if requested == "collectives":
         return axis, {**lines, "context exchange": requested}
