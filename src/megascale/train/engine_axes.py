@@ -17,7 +17,7 @@ from megascale.config import Config
 from megascale.config.axes import AXES
 from megascale.core.expert_ranks import gathers_expert_tokens
 from megascale.core.group_names import remove_attempt
-from megascale.core.head_exchange import list_gather_kernels, share_heads
+from megascale.core.head_exchange import HEAD_PARTS, count_head_parts, list_gather_kernels, share_heads
 from megascale.core.inventory import count_distinct_layers
 from megascale.core.layout import Layout
 from megascale.core.schedule import ActionKind
@@ -204,10 +204,12 @@ def choose_context_exchange(
         return axis, {}
     tensor, context = config.parallel.tensor, config.parallel.context
     widths = []  # elements that each kind of layer exchanges per token
+    has_parts = []  # for each kind of layer, whether its heads are exchanged in parts
     descriptions: dict[str, None] = {}  # phrases for the kinds of layers, in order and without repetitions
     for layer, _ in count_distinct_layers(config.model):
         mixer = layer.mixer
         share = share_heads(mixer.heads // tensor, mixer.kv_heads // tensor, context)
+        has_parts.append(not mixer.has_sinks and count_head_parts(share, config.exchanges_heads_in_parts) > 1)
         if share.gathers_keys:
             widths.append(2 * share.kv_heads * mixer.head_size)
             kernels = list_gather_kernels(mixer.softcap, config.data.document_mask)
@@ -222,8 +224,16 @@ def choose_context_exchange(
             descriptions[f"exchanges slices for heads{copies}"] = None
     lines = {"context attention": "; ".join(descriptions)}
     requested = config.overlap.context
+    if any(has_parts):
+        extent = "" if all(has_parts) else " of some layers"
+        line = f"collectives, in parts of the heads{extent}"
+        return replace(axis, overlap="parts"), {**lines, "context exchange": line}
     if config.exchanges_heads_in_parts:
-        return replace(axis, overlap="parts"), {**lines, "context exchange": "collectives, in parts of the heads"}
+        reason = (
+            f"overlap.context_parts=true needs key/value heads per rank that {HEAD_PARTS} divides, without copies of "
+            "them and without sinks"
+        )
+        return axis, {**lines, "context exchange": f"collectives, of all heads at once ({reason})"}
     if requested == "collectives":
         return axis, {**lines, "context exchange": requested}
     token_count = config.model.sequence_length // context * config.train.micro_batch
