@@ -413,19 +413,21 @@ def test_the_start_names_every_kind_of_attention(model: dict[str, Any], line: st
 @pytest.mark.parametrize(
     ("model", "line"),
     [
-        ({}, "collectives, in parts of the heads"),
-        ({"kv_heads": 2}, "collectives, not in parts, since 2 does not divide a rank's own key/value heads"),
-        ({"kv_heads": 1}, "collectives, not in parts, since 2 does not divide a rank's own key/value heads"),
+        ({"heads": 4}, "collectives, in parts of the heads"),
+        ({"heads": 4, "attention_sinks": True}, "collectives, of all heads at once"),
+        ({"heads": 2}, "collectives, of all heads at once"),
         (
-            {"layer_pattern": "SG", "layer_kinds": {"G": {"kv_heads": 2}}},
-            "collectives, in parts of the heads in layers where 2 divides a rank's own key/value heads",
+            {"heads": 4, "layer_pattern": "SG", "layer_kinds": {"G": {"kv_heads": 2}}},
+            "collectives, in parts of the heads of some layers",
         ),
     ],
 )
-def test_the_start_names_layers_whose_heads_are_not_exchanged_in_parts(model: dict[str, Any], line: str) -> None:
+def test_the_start_names_the_layers_that_exchange_heads_in_parts(model: dict[str, Any], line: str) -> None:
     config = from_tree(context_case(2, model={**ROTARY, **model}, overlap=IN_PARTS).tree)
-    _, lines = choose_context_exchange(Axis(None, 2, 0), config, torch.float64, torch.device("cpu"))
-    assert lines["context exchange"] == line
+    axis, lines = choose_context_exchange(Axis(None, 2, 0), config, torch.float64, torch.device("cpu"))
+    text, _, reason = lines["context exchange"].partition(" (")
+    assert text == line
+    assert (axis.overlap == "parts") == ("in parts" in line) == (not reason)
 
 
 # Memory ------------------------------------------------------------------------------------------------------------

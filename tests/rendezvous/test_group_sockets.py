@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from megascale.rendezvous.group_sockets import cut_connections, list_new_sockets, list_sockets
+from megascale.rendezvous.group_sockets import cut_connections, list_new_sockets, list_sockets, select_internet_sockets
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
 
@@ -39,3 +39,20 @@ def test_a_descriptor_that_another_socket_has_taken_is_not_cut():
         assert cut_connections(sockets) == 0
         other.sendall(b"x")
         assert end.recv(1) == b"x"
+
+
+def test_internet_sockets_are_selected_and_descriptors_with_another_file_are_not():
+    before = list_sockets()
+    closed = socket.socket()
+    first, second = socket.socketpair()
+    with first, second, socket.create_server(("127.0.0.1", 0)) as listener:
+        sockets = list_new_sockets(before)
+        assert set(sockets) == {closed.fileno(), first.fileno(), second.fileno(), listener.fileno()}
+        descriptor = closed.fileno()
+        closed.close()
+        file = os.open(os.devnull, os.O_RDONLY)
+        try:
+            assert file == descriptor  # the lowest free one
+            assert set(select_internet_sockets(sockets)) == {listener.fileno()}
+        finally:
+            os.close(file)

@@ -29,7 +29,7 @@ def test_survivors_stay_with_their_state_and_the_weights_are_those_of_an_undistu
         survivor = 1 - victim
         survivor_pid = job.pid(survivor)
         victim_log = job.run / "logs" / f"rank-{victim}.log"
-        early_starts = victim_log.read_text().count(" and waited ")
+        early_starts = victim_log.read_text().count("prepared before its attempt")
         job.kill_rank(victim)
         record = recovery(job)
         assert (record.cause, record.reused_ranks, record.doubts) == ("process_killed", (survivor,), {}), job.story()
@@ -38,7 +38,7 @@ def test_survivors_stay_with_their_state_and_the_weights_are_those_of_an_undistu
         assert 0 <= record.lost_steps <= 1
         assert job.pid(survivor) == survivor_pid
         # Its replacement was started before the driver ordered the attempt.
-        assert victim_log.read_text().count(" and waited ") == early_starts + 1
+        assert victim_log.read_text().count("prepared before its attempt") == early_starts + 1
     assert job.finish() == 0, job.story()
     assert job.pid(1) == survivor_pid
     calm = megascale("train", tiny, "--train.name=calm", "--parallel.data=2", *steps)

@@ -8,8 +8,9 @@ import pytest
 
 from megascale.config import from_tree
 from megascale.core.failure import describe_full_disk
+from megascale.core.layout import lay_out
 from megascale.errors import ConfigError
-from megascale.train.rank_info import find_rank_info
+from megascale.train.rank_info import check_local_ranks, find_rank_info
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -23,9 +24,8 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"RANK": "3", "WORLD_SIZE": "2"}, "RANK=3 with WORLD_SIZE=2 is not a rank from 0 to WORLD_SIZE - 1"),
-        ({"RANK": "1"}, "RANK=1 with WORLD_SIZE=1"),
-        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1 with WORLD_SIZE=2"),
+        ({"RANK": "1"}, "RANK=1 with WORLD_SIZE=1 is not a rank from 0 to WORLD_SIZE - 1"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0 with WORLD_SIZE=0"),
         ({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=2 with LOCAL_WORLD_SIZE=2"),
     ],
 )
@@ -36,6 +36,17 @@ def test_variables_that_name_no_rank_are_refused(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
         find_rank_info(from_tree({"train": {"device": "cpu"}}))
+
+
+@pytest.mark.parametrize("rank", ["3", "-1"])
+def test_a_rank_outside_of_a_larger_world_reaches_the_rendezvous(monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
+    """There it raises an alarm (tests/exact/test_bad_input.py), so that the other ranks do not wait."""
+    for name, value in {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    config = from_tree({"train": {"device": "cpu", "threads": 1, "global_batch": 16}, "model": {"vocab_size": 64}})
+    rank_info = find_rank_info(config)
+    assert rank_info.rank == int(rank)
+    check_local_ranks(lay_out(config, 2), rank_info, saves_checkpoints=False)
 
 
 def test_a_local_rank_without_a_size_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,7 +280,8 @@ class ShardCopier:
 
         Args:
             staged: host memory.
-            target: memory of a device, to which this thread's current stream copies each part; None: none.
+            target: memory of a device, to which this thread's current stream copies each part; None: the bytes
+                stay in host memory.
         """
         memory = staged.numpy()
         crc = 0

@@ -137,6 +137,7 @@ def _make_tensor_table(summary: Summary, limit: int) -> Table:
 
     tensors = summary.tensors
     table = Table("tensor", "shape", "dtype", "bytes", "chunks", title=f"step {summary.step}")
+    table.columns[1].no_wrap = True  # the sizes of a tensor are one word
     for tensor in tensors[:limit]:
         shape = " x ".join(map(str, tensor.shape)) or "scalar"
         table.add_row(_escape(tensor.name), shape, tensor.dtype, f"{tensor.bytes:,}", str(tensor.chunks))

@@ -37,11 +37,10 @@ def select_internet_sockets(sockets: dict[int, str]) -> dict[int, str]:
     """Return those of the given sockets that are open and use TCP, as gloo's do. Services of a host use other ones."""
     selected = {}
     for fd, identity in sockets.items():
-        try:
-            duplicate = os.dup(fd)
-        except OSError:
+        connection = _duplicate(fd, identity)
+        if connection is None:
             continue
-        with socket.socket(fileno=duplicate) as connection:
+        with connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6):
                 selected[fd] = identity
     return selected
@@ -57,21 +56,29 @@ def cut_connections(sockets: dict[int, str]) -> int:
     """
     cut_count = 0
     for fd, identity in sockets.items():
-        try:
-            duplicate = os.dup(fd)
-        except OSError:
+        connection = _duplicate(fd, identity)
+        if connection is None:
             continue
-        # After the caller listed the socket, it may have been closed and its descriptor given to another file.
-        if _identify(duplicate) != identity:
-            os.close(duplicate)
-            continue
-        with socket.socket(fileno=duplicate) as connection:
+        with connection:
             if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 continue
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
                 cut_count += 1
     return cut_count
+
+
+def _duplicate(fd: int, identity: str) -> socket.socket | None:
+    """Return a duplicate of a socket that was listed, or None if another thread has closed the socket since."""
+    try:
+        duplicate = os.dup(fd)
+    except OSError:
+        return None
+    # The descriptor may have been given to another file.
+    if _identify(duplicate) != identity:
+        os.close(duplicate)
+        return None
+    return socket.socket(fileno=duplicate)
 
 
 def _identify(fd: int) -> str:

@@ -204,12 +204,12 @@ def choose_context_exchange(
         return axis, {}
     tensor, context = config.parallel.tensor, config.parallel.context
     widths = []  # elements that each kind of layer exchanges per token
+    has_parts = []  # for each kind of layer, whether its heads are exchanged in parts
     descriptions: dict[str, None] = {}  # phrases for the kinds of layers, in order and without repetitions
-    part_counts = set()
     for layer, _ in count_distinct_layers(config.model):
         mixer = layer.mixer
         share = share_heads(mixer.heads // tensor, mixer.kv_heads // tensor, context)
-        part_counts.add(count_head_parts(share, config.exchanges_heads_in_parts))
+        has_parts.append(not mixer.has_sinks and count_head_parts(share, config.exchanges_heads_in_parts) > 1)
         if share.gathers_keys:
             widths.append(2 * share.kv_heads * mixer.head_size)
             kernels = list_gather_kernels(mixer.softcap, config.data.document_mask)
@@ -224,8 +224,16 @@ def choose_context_exchange(
             descriptions[f"exchanges slices for heads{copies}"] = None
     lines = {"context attention": "; ".join(descriptions)}
     requested = config.overlap.context
+    if any(has_parts):
+        extent = "" if all(has_parts) else " of some layers"
+        line = f"collectives, in parts of the heads{extent}"
+        return replace(axis, overlap="parts"), {**lines, "context exchange": line}
     if config.exchanges_heads_in_parts:
-        return replace(axis, overlap="parts"), {**lines, "context exchange": _describe_parts(part_counts)}
+        reason = (
+            f"overlap.context_parts=true needs key/value heads per rank that {HEAD_PARTS} divides, without copies of "
+            "them and without sinks"
+        )
+        return axis, {**lines, "context exchange": f"collectives, of all heads at once ({reason})"}
     if requested == "collectives":
         return axis, {**lines, "context exchange": requested}
     token_count = config.model.sequence_length // context * config.train.micro_batch
@@ -239,19 +247,6 @@ def choose_context_exchange(
             "each group of context ranks on one host whose GPUs reach each other"
         )
     return axis, {**lines, "context exchange": f"collectives (no copies: {exchange})"}
-
-
-def _describe_parts(part_counts: set[int]) -> str:
-    """Return the start-up line of overlap.context_parts=true.
-
-    Args:
-        part_counts: in how many parts the kinds of layers exchange a rank's heads.
-    """
-    if part_counts == {HEAD_PARTS}:
-        return "collectives, in parts of the heads"
-    if part_counts == {1}:
-        return f"collectives, not in parts, since {HEAD_PARTS} does not divide a rank's own key/value heads"
-    return f"collectives, in parts of the heads in layers where {HEAD_PARTS} divides a rank's own key/value heads"
 
 
 def choose_expert_exchange(

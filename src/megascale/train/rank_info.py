@@ -48,7 +48,10 @@ def find_rank_info(config: Config) -> RankInfo:
         raise ConfigError(
             f"{', '.join(_DEFAULTS_BY_VARIABLE)} must be whole numbers; start with torchrun or `megascale train`"
         ) from None
-    _check_ranks(rank, world, "RANK", "WORLD_SIZE")
+    if world <= 1:
+        # A rank outside of a larger world raises an alarm when it meets the others (rendezvous/agree.py). An error here
+        # would let them wait for the rank that is missing.
+        _check_ranks(rank, world, "RANK", "WORLD_SIZE")
     if "LOCAL_WORLD_SIZE" in os.environ:  # some launchers set the local rank alone
         _check_ranks(local_rank, local_world, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     has_cuda = torch.cuda.is_available()
@@ -130,6 +133,8 @@ def check_local_ranks(layout: Layout, rank_info: RankInfo, *, saves_checkpoints:
     """
     if rank_info.local_rank or os.environ.get(CHECKED_VARIABLE) or os.environ.get("MEGASCALE_NODE"):
         return
+    if not 0 <= rank_info.rank < rank_info.world:
+        return  # the rendezvous refuses this rank
     share = HostShare(
         rank_info.world,
         rank_info.rank - rank_info.local_rank,

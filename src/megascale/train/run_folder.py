@@ -53,8 +53,8 @@ class RunFolder:
         """Append a line to events.jsonl. All processes see it when this returns, and it outlives this process.
 
         Args:
-            awaits_disk: whether the line outlives a power cut when this returns. Otherwise a thread sees to that, and a
-                busy disk delays nothing.
+            awaits_disk: whether the line outlives a power cut when this returns. Otherwise a thread flushes the file,
+                and a busy disk delays nothing.
         """
         now = time.time()
         record = {"time": now, "date": format_time(now), "event": event.value, "attempt": self.attempt, "rank": 0}

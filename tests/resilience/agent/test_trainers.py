@@ -556,17 +556,25 @@ def test_a_replacement_learns_which_killed_processes_have_not_ended(tmp_path: Pa
 def test_processes_of_a_new_fork_server_learn_of_those_that_died_under_the_old_one(tmp_path: Path) -> None:
     order = Start(1, 2, "tiny", (0,), 1, ("127.0.0.1", 1), "", ())
     local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
-    local._dying_pids = {77}
-    local.end_server()
-    asyncio.run(asyncio.wait_for(local.await_exits("kill"), 30))  # no report would end this wait
+    dying = subprocess.Popen(["sleep", "600"])
+    local._dying_pids = {dying.pid, _UNUSED_PID}
     agent_end, server_end = socket.socketpair()
     with agent_end, server_end:
-        for attempt in (3, 4):
-            local._socket = agent_end
-            local.start(replace(order, attempt=attempt), "127.0.0.1", b"t" * 64)
-            local.trainers = {}
+        try:
+            local.end_server()
+            asyncio.run(asyncio.wait_for(local.await_exits("kill"), 30))  # no report would end this wait
+            # Another process has the id of the process that had ended by then.
+            assert local._unreported_births == {dying.pid: read_birth_time(dying.pid), _UNUSED_PID: 0}
+            local._unreported_births[os.getpid()] = local._unreported_births.pop(_UNUSED_PID)
+            for attempt in (3, 4):
+                local._socket = agent_end
+                local.start(replace(order, attempt=attempt), "127.0.0.1", b"t" * 64)
+                local.trainers = {}
+        finally:
+            dying.kill()
+            dying.wait()
         forks = FrameReader(TO_FORK_SERVER).feed(server_end.recv(1 << 20))
-        assert [fork.env[DYING_VARIABLE] for fork in forks] == ["77", ""]
+        assert [fork.env[DYING_VARIABLE] for fork in forks] == [str(dying.pid), ""]
 
 
 @pytest.mark.parametrize("ends_by_itself", [False, True])

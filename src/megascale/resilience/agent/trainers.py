@@ -205,9 +205,8 @@ class Trainers:
         """Return the killed processes whose memory the kernel may still free. Forget those that no server reports."""
         pids = set(self._dying_pids)
         for pid, birth in self._unreported_births.items():
-            current_birth = read_birth_time(pid)
-            is_reused = current_birth != 0 and birth != 0 and current_birth != birth
-            if not is_reused:
+            had_ended = birth == 0  # when it was stored; another process may have the process id by now
+            if not had_ended and read_birth_time(pid) in (0, birth):
                 pids.add(pid)
         self._unreported_births = {}
         return sorted(pids)

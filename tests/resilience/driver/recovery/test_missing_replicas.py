@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -222,6 +223,18 @@ def test_nodes_join_without_groups_after_the_limit(monkeypatch: pytest.MonkeyPat
 
 def test_without_the_setting_no_groups_are_ordered() -> None:
     replicas, nodes, orders = make_joining_job(prepared_groups=False)
+    for _ in range(2):
+        replicas.check_degraded_job()
+        report(nodes, True)
+    assert orders == [("join", "n3"), JobEvent.JOINING]
+
+
+def test_nodes_join_a_single_rank_without_groups_since_it_serves_no_store() -> None:
+    replicas, nodes, orders = make_joining_job(prepared_groups=True)
+    replicas.job.state = replace(replicas.job.state, placement=NAMES[:1], data=1)
+    settings: Any = replicas.settings
+    settings.limits = settings.limits.model_copy(update={"nodes": 2})
+    settings.config = settings.config.model_copy(update={"resilience": settings.limits})
     for _ in range(2):
         replicas.check_degraded_job()
         report(nodes, True)

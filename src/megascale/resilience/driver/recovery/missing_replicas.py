@@ -187,7 +187,9 @@ class MissingReplicas:
             return True
         if not all(node.is_prepared for node in joining):
             return False
-        return not self.settings.config.rendezvous.prepared_groups or self._are_groups_prepared(joining, data)
+        # A single rank serves no store in which others could meet it.
+        needs_groups = self.settings.config.rendezvous.prepared_groups and state.world > 1
+        return not needs_groups or self._are_groups_prepared(joining, data)
 
     def _are_groups_prepared(self, joining: Sequence[Node], data: int) -> bool:
         """Return True if the groups with which nodes join are made, or failed. Order them if needed.
