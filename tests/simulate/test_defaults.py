@@ -216,6 +216,16 @@ def test_no_layout_that_fits_is_dropped_before_its_plan(precision, zero, optimiz
     assert checked >= 3
 
 
+@pytest.mark.parametrize("setting", ["overlap.context=copies", "overlap.context_parts=true"])
+def test_a_layout_without_context_ranks_has_no_exchange_between_them(setting):
+    config = load(None, ["model.preset=gpt-1.3b", "parallel.context=2", setting])
+    key = setting.removeprefix("overlap.").partition("=")[0]
+    requested = getattr(config.overlap, key)
+    for context, is_kept in ((1, False), (2, True)):
+        layout = search.set_layout(config, 1, context, 1, 1, 0, 1, 1, "full")
+        assert (getattr(layout.overlap, key) == requested) == is_kept
+
+
 def test_a_batch_alone_leaves_the_layout_to_be_chosen():
     output = invoke("plan --gpus 8 --model.preset=llama3.1-8b --train.global_batch=128")
     assert "fits: the fullest rank" in output

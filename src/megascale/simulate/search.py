@@ -269,6 +269,9 @@ def set_layout(
     if micro_batch_group_size:
         layout_values["micro_batch_group_size"] = micro_batch_group_size
     tree["parallel"] |= layout_values
+    if context == 1:  # settings of an exchange between context ranks are refused without such ranks
+        for key in ("context", "context_parts"):
+            tree["overlap"].pop(key, None)
     tree["train"] = tree["train"] | {"micro_batch": micro}
     tree["model"].pop("preset", None)
     return from_tree(tree)
