@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import resource
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,19 @@ def test_a_narrow_terminal_receives_a_block_per_row(width: int) -> None:
     ]
 
 
+@pytest.mark.parametrize("width", [28, 36, 48, 60])
+def test_lines_of_columns_that_are_not_wrapped_are_not_cut(width: int) -> None:
+    table = Table("rank", "state")
+    table.add_column("steps", no_wrap=True)
+    table.add_column("reason")
+    table.add_row("alpha", "lost", "one two three four five six", "seven eight nine ten")
+    stream = io.StringIO()
+    OutputConsole(file=stream, highlight=False, force_terminal=True, color_system=None, width=width).print(table)
+    output = stream.getvalue()
+    for text in ("alpha", "lost", "one two three four five six", "seven", "eight"):
+        assert text in output
+
+
 def test_columns_of_the_environment_hold_for_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     assert f"tensor  {NAME}" in print_table()
@@ -92,8 +106,11 @@ def test_brackets_of_a_run_folder_are_printed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["examples"], ["monitoring"]])
-def test_files_for_a_full_disk_are_not_left_in_parts(tmp_path: Path, arguments: list[str]) -> None:
+def test_files_for_a_full_disk_are_not_left_in_parts(
+    tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The limit of file sizes stands for a full disk."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python would store incomplete bytecode of new imports
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))

@@ -280,6 +280,12 @@ def test_copies_along_an_axis_of_one_rank_are_refused(axis):
     config.load(None, [f"overlap.{axis}=auto"])
 
 
+def test_heads_of_a_single_context_rank_are_not_exchanged_in_parts():
+    with pytest.raises(ConfigError, match=r"overlap.context_parts=true.*--parallel.context=2 or more"):
+        config.load(None, ["overlap.context_parts=true"])
+    config.load(None, ["overlap.context_parts=true", "parallel.context=2"])
+
+
 def test_context_ranks_get_more_channels_for_data():
     assert config.from_tree({}).max_channels("data") == 12
     assert config.from_tree({"parallel": {"context": 4}}).max_channels("data") == 24

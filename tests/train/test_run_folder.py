@@ -102,8 +102,10 @@ def test_the_last_saved_step_is_that_of_the_present_run(tmp_path):
     for event, step in (("run_started", 0), ("checkpoint_saved", 4), ("checkpoint_saved", 8), ("evaluated", 9)):
         folder.append_event(Event(event), step=step)
     assert folder.find_last_saved_step() == 8
-    folder.append_event(Event.RESUMED, step=8)
+    folder.append_event(Event.RESUMED, step=9)  # from memory
     assert folder.find_last_saved_step() == 8
+    folder.append_event(Event.RESUMED, step=4)
+    assert folder.find_last_saved_step() == 4
     folder.append_event(Event.RUN_STARTED, step=0)
     assert folder.find_last_saved_step() is None
 

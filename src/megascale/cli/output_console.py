@@ -30,7 +30,8 @@ class OutputConsole(Console):
 
     def _print_table(self, table: Table, options: dict[str, Any]) -> None:
         ranges = self._measure_columns(table)
-        margins = self._measure_table(table).minimum - sum(width.minimum for width in ranges)
+        # rich's minimum of a column without line breaks is its longest word.
+        margins = self._measure_table(table).maximum - sum(width.maximum for width in ranges)
         available = self.width
         if not self.is_terminal and "COLUMNS" not in os.environ:
             prose = [max(width.minimum, min(width.maximum, _PROSE_WIDTH)) for width in ranges]

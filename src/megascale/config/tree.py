@@ -138,6 +138,11 @@ class Config(Section):
                     f"overlap.{axis}=copies exchanges data between the ranks of parallel.{key}, and there is only one; "
                     f"set --parallel.{key}=2 or more, or --overlap.{axis}=auto"
                 )
+        if self.overlap.context_parts and self.parallel.context == 1:
+            raise ValueError(
+                "overlap.context_parts=true divides the exchange of the ranks of parallel.context, and there is only "
+                "one; set --parallel.context=2 or more, or --overlap.context_parts=false"
+            )
         if self.overlap.context_parts and self.overlap.context != "collectives":
             raise ValueError(
                 f"overlap.context_parts=true with overlap.context={self.overlap.context}: copies exchange all heads at "

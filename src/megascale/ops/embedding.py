@@ -131,7 +131,7 @@ def add_sorted_rows(main_VH: Tensor, sorted_tokens: SortedTokens, dy_TH: Tensor,
 
 
 def add_token_rows(main_VH: Tensor, tokens_T: Tensor, dy_TH: Tensor, first_row: int) -> None:
-    """Compute `add_rows` for rows of the embedding from `first_row` on, by the fused kernel where it can run."""
+    """Compute `add_sorted_rows` for tokens in any order, by the fused kernel where it can run."""
     if main_VH.dtype == torch.float32 and use_fused("embedding", dy_TH):
         add_sorted_rows(main_VH, sort_tokens(tokens_T), dy_TH, first_row=first_row)
         return

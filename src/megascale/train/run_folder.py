@@ -117,13 +117,19 @@ class RunFolder:
         write_atomically(self.config, config.to_toml())
 
     def find_last_saved_step(self) -> int | None:
-        """Return the step of the last CHECKPOINT_SAVED event since the run last started at step 0; None without one."""
+        """Return the step of the last CHECKPOINT_SAVED event since the run last started at step 0; None without one.
+
+        A run that has resumed from an earlier step counts as saved at that step.
+        """
         step = None
         for record in self.read_events():
-            if record.get("event") == Event.RUN_STARTED.value:
+            event, event_step = record.get("event"), record.get("step")
+            if event == Event.RUN_STARTED.value:
                 step = None
-            elif record.get("event") == Event.CHECKPOINT_SAVED.value:
-                step = record.get("step")
+            elif event == Event.CHECKPOINT_SAVED.value:
+                step = event_step
+            elif event == Event.RESUMED.value and step is not None and event_step is not None:
+                step = min(step, event_step)
         return step
 
     def drop_steps_after(self, step: int) -> None:

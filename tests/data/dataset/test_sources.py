@@ -384,6 +384,12 @@ def test_a_table_with_the_key_is_refused(tmp_path: Path, name: str) -> None:
     assert documents(tmp_path / name, key="body") == [table.decode()]  # a table of other values is text
 
 
+@pytest.mark.parametrize("heading", ["a\rb,c", "x" * 140_000])
+def test_a_table_without_a_heading_is_text(tmp_path: Path, heading: str) -> None:
+    (tmp_path / "a.csv").write_bytes(heading.encode() + b"\n1\n")
+    assert documents(tmp_path / "a.csv") == [f"{heading}\n1\n"]
+
+
 def test_links_and_files_that_are_named_twice(tmp_path: Path) -> None:
     (tmp_path / "in" / "sub").mkdir(parents=True)
     (tmp_path / "other").mkdir()

@@ -19,7 +19,14 @@ from megascale.data.dataset.manifest import check_sampled_tokens
 from megascale.data.dataset.samples import HeldOut
 from megascale.data.prepare.chat_builder import build_chat
 from megascale.data.prepare.conversations import encode_lines, read_lines
-from megascale.data.tokenizer.chat_template import CHATML, ChatTemplate, TemplateError, load_chat_template
+from megascale.data.tokenizer.chat_template import (
+    CHATML,
+    ChatTemplate,
+    TemplateError,
+    check_special_tokens,
+    load_chat_template,
+    read_special_tokens,
+)
 from megascale.data.tokenizer.tokenizer import load_tokenizer, train_tokenizer
 from megascale.errors import ConfigError, DataError
 from tests.train.test_generation import tokenizer_of
@@ -299,6 +306,11 @@ NULL_CALL = {**CALL, "content": None}
         (SIMPLE, {"messages": TURNS[1:3], "tools": TOOLS}, "leaves out the tools"),
         (SIMPLE, {"messages": [TURNS[1], CALL, *TURNS[3:]]}, r"leaves out messages\[1\]\.tool_calls"),
         (NO_SYSTEM, {"messages": TURNS}, r"leaves out messages\[0\] \(role 'system'\)"),
+        (
+            SIMPLE.replace("{% for m in messages %}", "{% for m in messages if m.content is string %}"),
+            {"messages": [{"role": "system", "content": [{"type": "text", "text": "a"}]}, *TURNS[1:3]]},
+            r"leaves out messages\[0\] \(role 'system'\)",
+        ),
         (WITH_CALLS, {"messages": [TURNS[1], NULL_CALL]}, r"writes the null content of messages\[1\] as the word None"),
         (
             SIMPLE,
@@ -393,6 +405,7 @@ def test_a_file_of_conversations_counts_once_and_may_be_named_in_capitals(tmp_pa
     ("settings", "source"),
     [
         ({"additional_special_tokens": ["<|turn|>"]}, "<|turn|>" + SIMPLE),
+        ({"extra_special_tokens": {"turn_token": "<|turn|>"}}, "<|turn|>" + SIMPLE),
         ({"added_tokens_decoder": {"300": {"content": "<|turn|>"}}}, "<|turn|>" + SIMPLE),
         ({"bos_token": "<|turn|>"}, "{{ bos_token }}" + SIMPLE),
     ],
@@ -412,6 +425,22 @@ def test_special_tokens_that_the_vocabulary_lacks_are_refused(settings, source, 
     assert [note.partition("writes ")[2] for note in notes] == [
         "<|turn|>, which is not a token of the tokenizer, but several"
     ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"extra_special_tokens": {"content": "<|unused|>"}},  # the template reads message['content']
+        {"bos_token": "", "additional_special_tokens": [""]},
+    ],
+)
+def test_keys_and_empty_names_are_not_special_tokens(settings, folder, tmp_path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "tokenizer_config.json").write_text(
+        json.dumps(json.loads((copy / "tokenizer_config.json").read_text()) | settings)
+    )
+    template = ChatTemplate("{{ bos_token }}" + SIMPLE, read_special_tokens(copy), "a template")
+    assert not check_special_tokens(template, copy, load_tokenizer(copy / "tokenizer.json"))
 
 
 @pytest.mark.parametrize(

@@ -332,7 +332,10 @@ def _refuse_table(path: Path, text: str, key: str) -> None:
     if delimiter is None:
         return
     first_line = text.lstrip().partition("\n")[0]
-    columns = next(csv.reader([first_line], delimiter=delimiter), [])
+    try:
+        columns = next(csv.reader([first_line], delimiter=delimiter), [])
+    except csv.Error:  # no heading, such as a line with a huge cell or with a carriage return within it
+        return
     if key in (column.strip() for column in columns):
         options = f"c.ParseOptions(delimiter={delimiter!r}, newlines_in_values=True)"
         raise DataError(

@@ -176,7 +176,9 @@ class ChatTemplate:
             is_turn = message.get("role") in ("user", "assistant")
             # A turn whose content is in the text needs no second rendering, which costs time. A template may also
             # change a content, such as one without its reasoning.
-            is_visible = not isinstance(content, str) or not content.strip() or (is_turn and content.strip() in text)
+            is_visible = not content
+            if isinstance(content, str):
+                is_visible = not content.strip() or (is_turn and content.strip() in text)
             if not is_visible and self._renders_as(_replace_message(messages, index, None), tools, text):
                 raise self._make_missing_error(f"{name} (role {message.get('role')!r})")
             if isinstance(content, list) and str(content) in text:
@@ -386,15 +388,19 @@ def check_special_tokens(template: ChatTemplate, folder: Path, tokenizer: Tokeni
     """
     names_by_key = dict(template.special_tokens)
     settings = _read_settings(folder / CONFIG)
-    entries = [*(settings.get("additional_special_tokens") or []), *(settings.get("extra_special_tokens") or [])]
-    added_tokens = settings.get("added_tokens_decoder")
-    if isinstance(added_tokens, dict):
-        entries += added_tokens.values()
+    entries: list[Any] = []
+    for key in ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder"):
+        value = settings.get(key)
+        if isinstance(value, dict):
+            entries += value.values()
+        elif isinstance(value, list):
+            entries += value
     for entry in entries:
         name = entry.get("content") if isinstance(entry, dict) else entry
         if isinstance(name, str):
             names_by_key.setdefault(name, name)
     declared = {name for key, name in names_by_key.items() if key in template.source or name in template.source}
+    declared.discard("")
     unknown = sorted(name for name in declared if not _has_own_id(name, tokenizer))
     if unknown:
         raise DataError(
