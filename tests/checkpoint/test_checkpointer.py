@@ -131,7 +131,7 @@ def test_a_state_that_storage_has_too_is_not_saved_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newest_commit: int, expected: str | None
 ) -> None:
     """The first step after a start from memory is saved to storage only if the state is nowhere else."""
-    save = SimpleNamespace(sequence=8, generation="g-8", step=40, replicas=False, is_complete=True)
+    save = SimpleNamespace(sequence=8, generation="00000008-aa", step=40, replicas=False, is_complete=True)
     monkeypatch.setattr("megascale.checkpoint.checkpointer.list_memory_saves", lambda *arguments: [save])
     monkeypatch.setattr(
         "megascale.checkpoint.checkpointer.load_memory_save", lambda *arguments, **options: {"step": 40}

@@ -85,6 +85,7 @@ def find_refusal(rank: int, world: int, tree: dict[str, Any]) -> str:
 
 REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
     "tied": (lambda: rows_case(1, 1, 2, model={"tied_embeddings": True}), "tied"),
+    "tied over stages": (lambda: rows_case(1, 2, 2, model={"tied_embeddings": True}), "tied"),
     "tensor": (lambda: rows_case(2, 1, 2), "tensor parallelism"),
     "ZeRO-2": (lambda: rows_case(1, 1, 2, zero=2), "parallel.zero=1"),
     "rows of two shards": (lambda: rows_case(1, 1, 2, model={"vocab_size": 65, "vocab_multiple": 1}), "bucket"),

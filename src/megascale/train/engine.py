@@ -605,14 +605,16 @@ class Engine:
         Raises ConfigError if overlap.embedding=rows is unavailable.
         """
         requested = self.config.overlap.embedding
-        if requested == "dense" or not self.chunks[0].is_first:
+        if requested == "dense":
             return
+        # Ranks of all stages look for obstacles, so that all end with the same error.
         obstacle = self._find_row_exchange_obstacle()
-        if not obstacle and not self.data_parallel.reduce_embedding_by_rows():
+        has_embedding = self.chunks[0].is_first
+        if not obstacle and has_embedding and not self.data_parallel.reduce_embedding_by_rows():
             obstacle = "its rows have no bucket of their own, or the data-parallel ranks do not divide them"
-        if not obstacle:
+        if not obstacle and has_embedding:
             self.active["embedding gradient"] = "reduced by the rows that a step uses"
-        elif requested == "rows":
+        elif obstacle and requested == "rows":
             raise ConfigError(f"overlap.embedding=rows is unavailable: {obstacle}; set --overlap.embedding=auto")
 
     def _find_row_exchange_obstacle(self) -> str:

@@ -52,7 +52,7 @@ def find_rank_info(config: Config) -> RankInfo:
         # A rank outside of a larger world raises an alarm when it meets the others (rendezvous/agree.py). An error here
         # would let them wait for the rank that is missing.
         _check_ranks(rank, world, "RANK", "WORLD_SIZE")
-    if "LOCAL_WORLD_SIZE" in os.environ:  # some launchers set the local rank alone
+    if "LOCAL_WORLD_SIZE" in os.environ and rank < world:  # some launchers set the local rank alone
         _check_ranks(local_rank, local_world, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     has_cuda = torch.cuda.is_available()
     if config.train.device == "cuda" and not has_cuda:
