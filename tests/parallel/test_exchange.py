@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.errors import TrainingError
+from megascale.ops import peer_sum
 from megascale.ops.peer_sum import sum_over_peers, sum_parts
 from megascale.parallel import exchange as module
 from megascale.parallel.collectives import Axis, all_to_all_parts, gather_sequence, scatter_sequence
@@ -520,6 +522,25 @@ def test_a_sum_in_the_peers_memory_needs_no_copies() -> None:
     with ex.capture():
         call_all(ex, devices[0], ["scatter"], [local_part], 0, lambda number, result: None)
     assert {queue for queue, _, _ in devices[0].captured} == {"main", "side", "copy"}
+
+
+def test_gpus_without_the_shared_memory_of_the_sum_copy_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as an L40S, whose programs have 99 KB."""
+    monkeypatch.setattr(module, "can_sum_parts", lambda device: False)
+    devices, (ex, *_) = exchanges_of(4)
+    local_part = torch.zeros(4, *SHAPE, dtype=torch.float64)
+    with ex.capture():
+        call_all(ex, devices[0], ["scatter"], [local_part], 0, lambda number, result: None)
+    assert {queue for queue, _, _ in devices[0].captured} - {"main"} == {"copy", "copy 1"}
+
+
+def test_the_sum_needs_the_shared_memory_of_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, expected in ((232_448, True), (101_376, False)):
+        properties = SimpleNamespace(shared_memory_per_block_optin=limit)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, properties=properties: properties)
+        peer_sum.can_sum_parts.cache_clear()
+        assert peer_sum.can_sum_parts(torch.device("cuda", 0)) == expected
+    peer_sum.can_sum_parts.cache_clear()
 
 
 def test_peers_wait_until_a_sum_has_read_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:

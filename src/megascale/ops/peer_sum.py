@@ -9,6 +9,7 @@ The waiting rank's watch then writes RELEASED into that rank's words, which ends
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -178,6 +179,16 @@ def _sum_parts_kernel(
         if RANKS > 7:
             total += addend_7.to(dtype)
         tl.store(out_ptr + element, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@cache
+def can_sum_parts(device: torch.device) -> bool:
+    """Return whether a program of `sum_parts` has enough shared memory on the device."""
+    if device.type != "cuda":
+        return True
+    properties = torch.cuda.get_device_properties(device)
+    limit: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # missing in the stub only
+    return limit >= PARTS_STAGES * PARTS_BLOCK_BYTES
 
 
 def sum_parts(parts: Sequence[Tensor], out: Tensor, programs: int) -> None:

@@ -46,8 +46,8 @@ import torch
 
 from megascale.core.spans import SpanAxis, SpanKind
 from megascale.ops.peer_max import PeerMax
-from megascale.ops.peer_sum import MAX_RANKS, PeerSum, sum_over_peers, sum_parts
-from megascale.parallel.copy_plan import PUSHED, CopyPlan, Operation, choose_plan
+from megascale.ops.peer_sum import MAX_RANKS, PeerSum, can_sum_parts, sum_over_peers, sum_parts
+from megascale.parallel.copy_plan import PUSHED, TWO_QUEUES, CopyPlan, Operation, choose_plan
 from megascale.parallel.peer_watch import PeerWatch
 from megascale.parallel.runtime import Runtime
 
@@ -734,8 +734,10 @@ class Exchange:
         own_parts = parts[self.rank]
         self._run_work(write, own_parts, None)
         self._copy_waits_for_main()
-        if plan.sum_programs and self.size <= MAX_RANKS:
-            return self._sum_from_peers(index, number, [part[self.rank] for part in parts], plan)
+        if plan.sum_programs:
+            if self.size <= MAX_RANKS and can_sum_parts(like.device):
+                return self._sum_from_peers(index, number, [part[self.rank] for part in parts], plan)
+            plan = TWO_QUEUES
         for step in range(1, self.size):
             streams.signal((self.rank + step) % self.size, number)
         received = like.new_empty((self.size - 1, *shape))
