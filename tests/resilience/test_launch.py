@@ -328,3 +328,16 @@ def test_an_address_for_metrics_that_is_taken_is_named_at_the_start(launch):
         job = launch("taken", f"--resilience.driver_metrics={address}")
         assert job.finish() == 2
     assert f"resilience.driver_metrics={address}: Address already in use" in job.story()
+
+
+def test_a_node_that_cannot_serve_its_metrics_says_so_in_the_events(launch):
+    with socket.socket() as occupied:
+        occupied.bind(("127.0.0.1", 0))
+        occupied.listen()
+        address = f"127.0.0.1:{occupied.getsockname()[1]}"
+        job = launch("mute", "--nodes=1", "--train.steps=100000", f"--resilience.agent_metrics={address}")
+        job.until("node_joined")
+        [joined] = [event for event in job.events() if event.kind == "node_joined"]
+        job.process.send_signal(signal.SIGINT)
+        assert job.finish() == 130, job.story()
+    assert f"its /metrics cannot be served at resilience.agent_metrics={address}: " in str(joined.evidence)

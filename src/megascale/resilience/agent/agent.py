@@ -92,6 +92,7 @@ class Agent:
         self.lease = RankLease(self.limits.agent_lease, self.limits.orphan, self.trainers.kill_from_thread)
         self.link = DriverLink(folder, address, self._make_hello, self._begin_session, self._execute_order, self.lease)
         self.telemetry = Telemetry(job, node, address, pod, self.trainers, self.link, changed, self.lease)
+        self._metrics_problem = ""  # why the metrics page is not served
         self._order_task: asyncio.Task[None] | None = None
         self._evidence_task: asyncio.Task[None] | None = None
         self._offered_ports: deque[int] = deque(maxlen=_EXCLUDED_PORTS)  # last ports in answers to orders to stop
@@ -110,8 +111,8 @@ class Agent:
             "reading logs and files": self.telemetry.watch_files,
             "the check for a lost driver": self._watch_for_orphan,
         }
+        page_server = await self._serve_metrics()  # before the greeting, which tells the driver of a failure
         tasks = [loop.create_task(keep_running(work, name, log)) for name, work in loops.items()]
-        page_server = await self._serve_metrics()
         await self.end_requested.wait()
         self.telemetry.announce_end()
         if self.trainers.list_running():
@@ -127,7 +128,10 @@ class Agent:
         self.telemetry.close()
 
     async def _serve_metrics(self) -> LimitedListener | None:
-        """Serve the node's metrics page. Return None if it is off, or if the address is unusable, which is logged."""
+        """Serve the node's metrics page. Return None if it is off, or if the address is unusable.
+
+        The reason is logged here, and by the driver.
+        """
         address = self.limits.agent_metrics
         if not address:
             return None
@@ -138,7 +142,8 @@ class Agent:
         try:
             return await page.serve(address)
         except OSError as error:
-            log.warning("this node's /metrics cannot be served at resilience.agent_metrics=%s: %s", address, error)
+            self._metrics_problem = f"/metrics cannot be served at resilience.agent_metrics={address}: {error}"
+            log.warning("%s", self._metrics_problem)
             return None
 
     async def _watch_for_orphan(self) -> None:
@@ -163,6 +168,7 @@ class Agent:
             "trainers": self._describe_trainers(),
             "hardware": self.telemetry.hardware,
             "versions": self.telemetry.versions,
+            "metrics_problem": self._metrics_problem,
         }
 
     def _describe_trainers(self) -> RunningTrainers | None:

@@ -60,6 +60,7 @@ class Hello(Message, frozen=True):
         epoch: newest epoch of a driver whose orders the agent has obeyed.
         attempt: attempt whose processes the agent has.
         trainers: the running trainers, None if there are none.
+        metrics_problem: why the node does not serve its metrics page, or "".
     """
 
     job: NonEmptyName
@@ -74,6 +75,7 @@ class Hello(Message, frozen=True):
     hardware: Labels = field(default_factory=dict)
     versions: Labels = field(default_factory=dict)
     trainers: RunningTrainers | None = None
+    metrics_problem: Text = ""
 
 
 class Join(Message, frozen=True):

@@ -196,6 +196,8 @@ class Admission:
         self.nodes.change(node.name, NodeEvent.CONNECTED, **changes)
         if is_new:
             text = f"{node.name} at {hello.address} joined"
+            if hello.metrics_problem:
+                text += f"; its {hello.metrics_problem}"
             self.record_event(Event.NODE_JOINED, nodes=(node.name,), evidence=(text,))
 
 
