@@ -456,3 +456,12 @@ def test_a_key_that_occurs_twice_in_a_record_is_refused(tmp_path: Path) -> None:
     file.write_text(file.read_text() + '{"text": "a", "text": null}\n')
     with pytest.raises(DataError, match=r"a\.jsonl, line 2 has the key 'text' twice; keep one"):
         documents(file)
+
+
+@pytest.mark.parametrize("second", ["größe", r"gr\u00f6\u00dfe"])
+def test_a_key_beyond_ascii_that_occurs_twice_is_refused(tmp_path: Path, second: str) -> None:
+    """JSON has the key as it is, or with escapes."""
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"größe": "a", "' + second + '": "b"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl, line 1 has the key 'größe' twice; keep one"):
+        documents(file, key="größe")

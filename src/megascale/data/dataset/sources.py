@@ -353,7 +353,7 @@ def _read_lines(path: Path, piece: InputPiece, key: str, meter: Meter | None) ->
     else:
         lines = _read_range(path, piece.start, piece.stop, meter)
     line_number = 0
-    quoted_key = json.dumps(key).encode()
+    quoted_forms = _quote_key(key)
     try:
         for line, offset, input_bytes in lines:
             line_number += 1
@@ -361,13 +361,18 @@ def _read_lines(path: Path, piece: InputPiece, key: str, meter: Meter | None) ->
             location = f"{path}, byte {offset}" if piece.start else f"{path}, line {line_number}"
             if line.strip():
                 record = _parse_json(line, location)
-                if line.count(quoted_key) > 1:
+                if sum(line.count(quoted) for quoted in quoted_forms) > 1:
                     _refuse_repeated_key(line, key, location)
                 yield _read_record(record, key, location, input_bytes)
             else:
                 yield TextRecord("", input_bytes)  # a blank line, or nothing after the last line's end
     except TooLongError:
         raise _too_long_error(str(path) if piece.start else f"{path}, line {line_number + 1}") from None
+
+
+def _quote_key(key: str) -> set[bytes]:
+    """Return the key as JSON writes it: with characters beyond ASCII as they are, and as escapes."""
+    return {json.dumps(key, ensure_ascii=is_ascii).encode() for is_ascii in (False, True)}
 
 
 def _too_long_error(location: str) -> DataError:
@@ -412,7 +417,7 @@ def _read_json(path: Path, key: str, meter: Meter | None) -> Iterator[TextRecord
         raise _too_long_error(f"{path}, record {record_number + 1}") from None
     except ValueError as error:
         # A settings file with comments is skipped. A file that contains the key is meant to hold records.
-        if record_number or json.dumps(key).encode() in first_chunk:
+        if record_number or any(quoted in first_chunk for quoted in _quote_key(key)):
             raise _not_json_error(f"{path}, record {record_number + 1}", error) from None
         skipped = NOT_JSON
     yield TextRecord("", size - yielded_bytes, skipped=skipped)
