@@ -18,8 +18,12 @@ _COLLECTIVE_BYTES = _SIMPLE_BYTES + _LL128_BYTES + _LL_BYTES
 # A rank of one host receives from one peer in a ring, and from its parent and its child in a tree.
 _COLLECTIVE_PEERS = 3
 _DEFAULT_CHANNELS = 32  # the most that NCCL chooses
-_WORLD_CHANNELS = 4  # of the default group (rendezvous/group_options.py)
-_CONNECTED_RANKS = 16  # ranks of which each connects to all others (rendezvous/group_options.py)
+# Maximum NCCL channels of the default group, which sums small values and exchanges the state of a load. NCCL connects
+# two ranks once per channel and direction at their first exchange: 1.15 s for four ranks without a limit (dev/log.md).
+WORLD_CHANNELS = 4
+# Up to this number of ranks, all pairs connect for the exchange of state before it is needed. In larger jobs a rank
+# exchanges with few others.
+MAX_CONNECTED_RANKS = 16
 _P2P_CHANNELS = 4  # channels of a pipeline stage: forward and backward, to and from its neighbours
 
 
@@ -27,9 +31,9 @@ def estimate_prepared_groups(config: Config, grid: Grid) -> int:
     """Return the bytes on a rank's GPU of the communicators that rendezvous.prepared_groups makes, 0 without it."""
     if not config.rendezvous.prepared_groups:
         return 0
-    total = _count_collective_bytes(_WORLD_CHANNELS)
-    if grid.world_size <= _CONNECTED_RANKS:
-        total += (grid.world_size - 1) * _WORLD_CHANNELS * _SIMPLE_BYTES
+    total = _count_collective_bytes(WORLD_CHANNELS)
+    if grid.world_size <= MAX_CONNECTED_RANKS:
+        total += (grid.world_size - 1) * WORLD_CHANNELS * _SIMPLE_BYTES
     if grid.shards > 1:
         total += 2 * _count_collective_bytes(config.max_channels("data"))  # gathers and reductions
     for name, axis in AXES.items():

@@ -13,12 +13,6 @@ if TYPE_CHECKING:
     from megascale.config import Config
 
 WarmCall = Literal["all_reduce", "all_gather", "reduce_scatter"]
-# Maximum NCCL channels of the default group, which sums small values and exchanges the state of a load. NCCL connects
-# two ranks once per channel and direction at their first exchange: 1.15 s for four ranks without a limit (dev/log.md).
-WORLD_CHANNELS = 4
-# Up to this number of ranks, all pairs connect for the exchange of state before it is needed. In larger jobs a rank
-# exchanges with few others.
-MAX_CONNECTED_RANKS = 16
 # With more ranks gloo connects two ranks when they first exchange data, instead of every rank to every rank at once.
 MAX_GLOO_MESH_RANKS = 256
 

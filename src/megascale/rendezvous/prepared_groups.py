@@ -27,16 +27,14 @@ import torch
 import torch.distributed as dist
 
 from megascale import torch_private
-from megascale.core.communicator_memory import estimate_prepared_groups
+from megascale.core.communicator_memory import MAX_CONNECTED_RANKS, WORLD_CHANNELS, estimate_prepared_groups
 from megascale.core.grid import Grid
 from megascale.core.schedule_registry import chunk_map_of
 from megascale.core.stopwatch import Stopwatch
 from megascale.errors import TrainingError
 from megascale.rendezvous.abort import GroupAbort
 from megascale.rendezvous.group_options import (
-    MAX_CONNECTED_RANKS,
     MAX_GLOO_MESH_RANKS,
-    WORLD_CHANNELS,
     GroupOptions,
     WarmCall,
     choose_group_options,

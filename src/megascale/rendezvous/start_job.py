@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import megascale
 from megascale import torch_private
+from megascale.core.communicator_memory import MAX_CONNECTED_RANKS, WORLD_CHANNELS
 from megascale.core.exit_record import ExitKind, attach_record
 from megascale.core.grid import Grid
 from megascale.core.process_orders import ORDERS_VARIABLE
@@ -28,9 +29,7 @@ from megascale.core.terminal import call_interruptibly
 from megascale.errors import ConfigError, FitError, MegascaleError, TrainingError
 from megascale.rendezvous.agree import agree, wait_for_readers
 from megascale.rendezvous.group_options import (
-    MAX_CONNECTED_RANKS,
     MAX_GLOO_MESH_RANKS,
-    WORLD_CHANNELS,
     choose_group_options,
 )
 from megascale.rendezvous.group_sockets import list_new_sockets, list_sockets
