@@ -125,14 +125,16 @@ def check_run_data(
     Args:
         run: folder of the run, with the records of the first start.
         consumed: samples trained before this start.
-        is_leader: whether this process writes the records at the first start.
+        is_leader: whether this process writes the records at the first start, and collects notes that need all files.
         accept_changes: whether files may have changed (checkpoint.accept_changes has data.train).
 
     Raises DataError as the checks of this module do.
     """
     check_samples(data)
     check_tokenizers(data, sequence_length, vocab_size)
-    notes = check_text(data) + list_skipped_text(data) + find_trained_validation(data)
+    notes = check_text(data)
+    if is_leader:  # these open all files once more, and only the leader's notes are printed
+        notes += list_skipped_text(data) + find_trained_validation(data)
     record = run / "samples" / SOURCES_FILE
     fingerprints = fingerprint_sources(data)
     if consumed:
