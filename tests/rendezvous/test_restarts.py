@@ -30,9 +30,9 @@ FACTS = {"torch": "2.13"}
 def agent_store(ranks, monkeypatch):
     """The store that an agent serves for as long as it lives, with the variables that it gives its processes."""
     limit = timedelta(seconds=30)
-    server = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, True, limit, wait_for_workers=False
-    )
+    # A port that was free a moment ago may be that of another connection by now.
+    server = dist.TCPStore(os.environ["MASTER_ADDR"], 0, None, True, limit, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     return server
