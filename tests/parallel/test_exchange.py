@@ -543,6 +543,24 @@ def test_the_sum_needs_the_shared_memory_of_its_blocks(monkeypatch: pytest.Monke
     peer_sum.can_sum_parts.cache_clear()
 
 
+@pytest.mark.parametrize(("ranks", "expected"), [(2, 0), (4, 1)])
+def test_the_kernel_of_captured_scatters_is_loaded_by_an_eager_scatter(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, expected: int
+) -> None:
+    """Its first launch would otherwise be within a capture."""
+    counts: list[int] = []
+
+    def sum_counted(parts: Sequence[torch.Tensor], out: torch.Tensor, programs: int) -> None:
+        counts.append(len(parts))
+        sum_parts(parts, out, programs)
+
+    monkeypatch.setattr(module, "sum_parts", sum_counted)
+    devices, (ex, *_) = exchanges_of(ranks)
+    local_part = torch.zeros(ranks, *SHAPE, dtype=torch.float64)
+    call_all(ex, devices[0], ["scatter", "scatter"], [local_part] * 2, 0, lambda number, result: None)
+    assert counts == [ranks] * expected
+
+
 def test_peers_wait_until_a_sum_has_read_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the wait of copy for side, a later signal precedes the reads."""
     plans = [CopyPlan(waits_first=True, sum_programs=2)] * 4

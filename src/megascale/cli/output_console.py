@@ -93,14 +93,14 @@ class OutputConsole(Console):
 def _share_width(ranges: list[Measurement], available: int) -> list[int]:
     """Return the width of each column, so that their sum is at most `available`.
 
-    Each column receives the width of its longest word. The rest is shared equally among columns that need more.
+    Each column receives the width of its longest word. What remains is shared equally among columns that need more.
     """
     widths = [width.minimum for width in ranges]
-    rest = available - sum(widths)
+    remaining = available - sum(widths)
     by_need = sorted(range(len(ranges)), key=lambda index: ranges[index].span)
     for position, index in enumerate(by_need):
-        share = rest // (len(by_need) - position)
+        share = remaining // (len(by_need) - position)
         extra = min(share, ranges[index].span)
         widths[index] += extra
-        rest -= extra
+        remaining -= extra
     return widths

@@ -56,7 +56,7 @@ class Config(Section):
 
     @property
     def exchanges_heads_in_parts(self) -> bool:
-        """Whether context ranks exchange heads in parts: overlap.context_parts, which needs collectives."""
+        """True if context ranks exchange heads in parts (overlap.context_parts)."""
         return self.overlap.context_parts and self.parallel.context > 1
 
     def max_channels(self, axis: str) -> int | None:

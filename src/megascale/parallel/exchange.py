@@ -54,6 +54,7 @@ from megascale.parallel.runtime import Runtime
 BUFFERS = 2  # buffers for gathers, and as many for scatters: peers may still read the previous one
 LENT_SLOTS = 2  # results of gathers that lie in memory of the exchange, used in turn
 _ALIGN_BYTES = 512  # alignment of lent slots
+_LOADED_ELEMENTS = 4096  # of each addend in the launch that loads a kernel; a multiple of 16, like those of a scatter
 
 
 class Streams(Protocol):
@@ -217,6 +218,7 @@ class Exchange:
         self._is_computing = False  # whether the work of a call is running
         self._is_capturing = False
         self._empty_call_number = 0  # number of the last eager call without data
+        self._loaded_sums: set[torch.dtype] = set()  # types whose kernel for captured scatters has been launched
         self._unread_buffers: set[int] = set()  # buffers of scatters whose result was not awaited
         self._views: dict[Any, list[torch.Tensor]] = {}
         # By half of the staging memory: the event on side after which the last sum has read it.
@@ -730,6 +732,8 @@ class Exchange:
         """
         streams = self._streams
         plan = self._choose_plan("scatter")
+        if not self._is_capturing and like.dtype not in self._loaded_sums:
+            self._load_sum(like)
         number, index, parts = self._begin_scatter(shape, like.dtype)
         own_parts = parts[self.rank]
         self._run_work(write, own_parts, None)
@@ -764,6 +768,14 @@ class Exchange:
             return out
 
         return wait
+
+    def _load_sum(self, like: torch.Tensor) -> None:
+        """Launch the kernel that sums captured scatters once, since a capture may not load a kernel."""
+        self._loaded_sums.add(like.dtype)
+        plan = choose_plan("scatter", is_captured=True, ranks=self.size)
+        if plan.sum_programs and self.size <= MAX_RANKS and can_sum_parts(like.device):
+            part = like.new_zeros(_LOADED_ELEMENTS)
+            sum_parts([part] * self.size, torch.empty_like(part), plan.sum_programs)
 
     def _sum_from_peers(
         self, index: int, number: int, addends: Sequence[torch.Tensor], plan: CopyPlan
