@@ -13,6 +13,7 @@ from megascale.errors import ConfigError
 # Upper bounds stop typing errors (2e9 for 2e3) from starting loops and allocations of that size. They are far above
 # practical values; core/preflight.py compares smaller values with the machine before anything starts.
 MAX_LAYERS = 10_000  # layers and pipeline stages
+MAX_GLOBAL_BATCH = 100_000_000  # samples of a step
 MAX_COUNT = 1_000_000_000_000  # counts that allocate nothing, such as steps
 
 # Value that removes a key of a preset or a file, so that the default applies.

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from megascale.config.base import MAX_COUNT, Section, expand_home
+from megascale.config.base import MAX_COUNT, MAX_GLOBAL_BATCH, Section, expand_home
 from megascale.config.lora_section import LoraConfig
 from megascale.config.parts import CALLBACKS, LINEAR_PRECISIONS, LOSSES, LR_SCHEDULES, OPTIMIZERS
 
@@ -268,7 +268,7 @@ class TrainConfig(Section):
         "training ends with an error; 0: never",
     )
     micro_batch: int = Field(8, ge=1, le=1_000_000, description="sequences per forward pass of a rank")
-    global_batch: int = Field(8, ge=1, le=100_000_000, description="sequences per step over all ranks")
+    global_batch: int = Field(8, ge=1, le=MAX_GLOBAL_BATCH, description="sequences per step over all ranks")
     precision: Annotated[Literal["float32", "bfloat16", "float64"], BeforeValidator(_expand_precision)] = Field(
         "float32",
         description="type of weights and activations; default: bfloat16 on GPUs that support it, else float32. Master "

@@ -256,3 +256,12 @@ def test_a_line_without_samples_is_refused(source: SampleSource, damage: dict[st
     del lines[1]["first"]
     with pytest.raises(DataError, match="line 2 of the ledger"):
         check_ledger(lines, None)
+
+
+def test_a_line_with_more_samples_than_a_step_can_have_is_refused() -> None:
+    """A list of its samples would need terabytes."""
+    for count in (10**12, -1, 2.0):
+        with pytest.raises(DataError, match="line 1 of the ledger"):
+            check_ledger([{"step": 1, "first": 0, "count": count}], None)
+    report = check_ledger([{"step": 1, "first": 0, "count": 8}], None)
+    assert not report.faults

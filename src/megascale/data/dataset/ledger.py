@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from megascale.config.base import MAX_GLOBAL_BATCH
 from megascale.data.dataset.formats import is_text
 from megascale.data.dataset.read_checksum import ReadSums, ReadTotals, split_range, sum_numbers, sum_samples
 from megascale.data.dataset.samples import SampleSource, hash_sample_ids
@@ -132,7 +133,8 @@ def _check_fields(lines: Sequence[dict[str, Any]]) -> None:
     """Raise DataError for a line without a valid step, first sample or number of samples."""
     for number, line in enumerate(lines, 1):
         values = [line.get(name) for name in ("step", "first", "count")]
-        if not all(type(value) is int and value >= 0 for value in values):
+        is_valid = all(type(value) is int and value >= 0 for value in values)
+        if not is_valid or line["count"] > MAX_GLOBAL_BATCH:
             raise DataError(
                 f"line {number} of the ledger (samples/ledger.jsonl) does not name the samples of a step; the file was "
                 "edited or the disk is damaged. Restore it from a copy, or move it away to resume without its history"
