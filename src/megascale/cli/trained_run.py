@@ -97,8 +97,11 @@ def print_evaluation(evaluation: Evaluation) -> None:
     weight_text = ""
     if evaluation.weight_sum is not None:
         weight_text = f" with a loss weight of {evaluation.weight_sum:,.10g}"
+    step_text = ""
+    if evaluation.step is not None:
+        step_text = f", step {evaluation.step}"
     console.print(
-        f"held-out loss {evaluation.loss:.4f} nats per token over {evaluation.tokens:,} tokens{weight_text}",
+        f"held-out loss {evaluation.loss:.4f} nats per token over {evaluation.tokens:,} tokens{weight_text}{step_text}",
         markup=False,
     )
     if evaluation.within_documents:
@@ -185,6 +188,7 @@ def generate(
         raise ConfigError("--prompt-file=- is the input of one process; name a file, or omit --context")
     _start_ranks("generate", run, step=step, context=context, device=device)
     text = _read_prompt(prompt, prompt_file)
+    steps: list[int | None] = []
     pieces = api.generate(
         run,
         text,
@@ -199,9 +203,10 @@ def generate(
         device=device,
         context=context,
         on_note=lambda note: typer.echo(f"note: {note}", err=True),
+        on_step=steps.append,
     )
     if as_json:
-        print_json({"prompt": text, "text": "".join(pieces)})
+        print_json({"prompt": text, "text": "".join(pieces), "step": steps[0]})
         return
     first = next(pieces, "")  # errors are raised here, before anything is printed
     typer.echo(text + first, nl=False)
@@ -233,7 +238,7 @@ def _answer(session: ChatSession, text: str, as_json: bool) -> None:
     if as_json:
         for _ in pieces:  # The session generates while its pieces are read.
             pass
-        print_json({"messages": session.messages})
+        print_json({"messages": session.messages, "step": session.step})
         return
     _print_pieces(pieces)
 

@@ -29,6 +29,7 @@ class Evaluation:
         weight_sum: sum of the loss weights of the targets; None if the file has no loss weights. For conversations it
             is the number of tokens that have a loss.
         within_documents: whether attention stayed within documents, as data.document_mask of the run says.
+        step: step of the checkpoint; None for weights in training.
     """
 
     loss: float
@@ -38,6 +39,7 @@ class Evaluation:
     complete: bool = True
     weight_sum: float | None = None
     within_documents: bool = False
+    step: int | None = None
 
 
 def evaluate_file(
