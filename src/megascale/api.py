@@ -201,6 +201,7 @@ def evaluate(
     device: str = "auto",
     linear_precision: str | None = None,
     context: int = 1,
+    on_progress: Callable[[int, int], object] | None = None,
 ) -> Evaluation:
     """Return the loss of a run's checkpoint on a token file.
 
@@ -212,6 +213,7 @@ def evaluate(
         linear_precision: replaces the train.linear_precision of training.
         context: number of processes that divide the tokens of each window. Each of them, started by torchrun, calls
             this function.
+        on_progress: called before each batch with the number of windows that are evaluated and of all.
 
     Raises DataError if the file was tokenized with another tokenizer than the run's data.
     """
@@ -239,7 +241,7 @@ def evaluate(
         engine, config = restore_engine(
             run, step=step, device=device, linear_precision=linear_precision, ranks=ranks, report=report
         )
-        evaluation = evaluate_file(engine, config, prefix, stride=stride, option=option)
+        evaluation = evaluate_file(engine, config, prefix, stride=stride, option=option, on_progress=on_progress)
     return replace(evaluation, step=report.step)
 
 

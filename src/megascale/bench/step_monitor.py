@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 INTERVAL_SECONDS = 10.0  # between two lines
+FIRST_SECONDS = 3.0  # from the start to the first line
 
 
 def _ignore() -> None:
@@ -64,7 +65,8 @@ class StepMonitor:
         self._clock = clock
         self._lock = threading.Lock()
         self._start_time = clock()
-        self._line_time = self._start_time  # of the latest line
+        # Time of the latest line, and before it a time from which the first line is due after FIRST_SECONDS.
+        self._line_time = self._start_time - interval + min(interval, FIRST_SECONDS)
         self._load_time = self._start_time
         self._step_time = self._start_time  # end of the latest step
         self._window_time = self._start_time  # start of the steps that the next line averages

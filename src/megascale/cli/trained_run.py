@@ -68,9 +68,17 @@ def evaluate(
     from megascale import api
 
     _start_ranks("evaluate", run, step=step, context=context, device=device)
-    evaluation = api.evaluate(
-        run, file, stride=stride, step=step, device=device, linear_precision=linear_precision, context=context
-    )
+    with make_console(stderr=True).status("loading the model") as status:
+        evaluation = api.evaluate(
+            run,
+            file,
+            stride=stride,
+            step=step,
+            device=device,
+            linear_precision=linear_precision,
+            context=context,
+            on_progress=lambda done, total: status.update(f"evaluated {done:,} of {total:,} windows"),
+        )
     if as_json:
         print_json(asdict(evaluation))
     else:

@@ -1251,4 +1251,4 @@ class Trainer:
         )
         self.callbacks.report_evaluation(evaluation)
         self.clock.pause()
-        return evaluation
+        return replace(evaluation, step=self.step)

@@ -428,6 +428,12 @@ def test_special_tokens_that_the_vocabulary_lacks_are_refused(settings, source, 
     ]
 
 
+def test_a_run_without_a_template_says_where_to_put_one(tmp_path) -> None:
+    """The command generate --chat has no option for a template."""
+    with pytest.raises(DataError, match=r"has no chat template .*; copy that of .* to .*chat_template\.jinja"):
+        load_chat_template(tmp_path)
+
+
 def test_a_date_that_the_template_writes_is_noted_and_kept(folder, tmp_path, megascale) -> None:
     """A build has a single time, also if a day ends within it. Only dates that were written count."""
     template = tmp_path / "dated.jinja"

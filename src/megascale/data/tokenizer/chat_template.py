@@ -355,8 +355,8 @@ def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate:
     source = find_template(folder)
     if source is None:
         raise DataError(
-            f"the tokenizer in {folder} has no chat template ({TEMPLATE}, or chat_template in {CONFIG}); name one with "
-            "--chat-template=FILE.jinja"
+            f"the tokenizer in {folder} has no chat template ({TEMPLATE}, or chat_template in {CONFIG}); copy that of "
+            f"the tokenizer with which the model was trained to {folder / TEMPLATE}"
         )
     return ChatTemplate(source, read_special_tokens(folder), str(folder / TEMPLATE))
 
