@@ -100,11 +100,11 @@ class StepMonitor:
         if not self._prints:
             return
         with self._lock:
-            now = self._clock()
-            if now - self._line_time < self._interval:
+            current_time = self._clock()
+            if current_time - self._line_time < self._interval:
                 return
-            self._line_time = now
-            text = self._describe(now)
+            self._line_time = current_time
+            text = self._describe(current_time)
             if self.completed > self._window_completed:
                 self._window_time = self._step_time
                 self._window_completed = self.completed
@@ -115,9 +115,9 @@ class StepMonitor:
         with self._lock:
             return self._describe(self._clock())
 
-    def _describe(self, now: float) -> str:
+    def _describe(self, current_time: float) -> str:
         if self.completed == 0:
-            return f"the first step is not complete after {now - self._start_time:.0f} s"
+            return f"the first step is not complete after {current_time - self._start_time:.0f} s"
         count = self.completed - self._window_completed
         if count > 0:
             self._step_seconds = (self._step_time - self._window_time) / count
@@ -131,7 +131,7 @@ class StepMonitor:
             if self.rank_load_step != self.completed:
                 load += f" in step {self.rank_load_step}"
             parts.append(load)
-        waited = now - self._step_time
+        waited = current_time - self._step_time
         if waited >= self._interval:
             parts.append(f"no step has ended for {waited:.0f} s")
         return ", ".join(parts)
