@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.kernels.exchange import fit_line, main
+from benchmarks.kernels.exchange import main
+from benchmarks.kernels.exchange_tables import fit_line
 from benchmarks.kernels.exchange_variants import VARIANTS, VariantExchange, copy_by_kernel
 from megascale.errors import ConfigError
 from megascale.parallel import exchange as module
