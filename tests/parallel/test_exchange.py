@@ -658,7 +658,7 @@ def test_one_slot_of_lent_results_would_not_do(monkeypatch: pytest.MonkeyPatch) 
 def test_results_are_pushed_in_captures_only() -> None:
     _, (ex, _) = exchanges_of(2)
     x = torch.zeros(SHAPE, dtype=torch.float64)
-    address = ex._lent_memory[0].untyped_storage().data_ptr()
+    address = ex._buffers._lent_memory[0].untyped_storage().data_ptr()
     assert ex.gather(x, lend=True)().untyped_storage().data_ptr() != address
     with ex.capture():
         assert ex.gather(x)().untyped_storage().data_ptr() != address

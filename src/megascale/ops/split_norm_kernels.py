@@ -35,12 +35,14 @@ def _load_split_sum(
 
 
 @jit
-def _store_split_norm(x, rstd, weight_ptr, bias_ptr, y_ptr, column, mask, HAS_BIAS: tl.constexpr, MASKED: tl.constexpr):
+def _store_split_norm(
+    x, rstd, weight_ptr, bias_ptr, y_ptr, row, column, mask, width, HAS_BIAS: tl.constexpr, MASKED: tl.constexpr
+):
     """Store and return the norm of one block of columns."""
     y = x * rstd * load_block(weight_ptr + column, mask, MASKED).to(tl.float32)
     if HAS_BIAS:
         y += load_block(bias_ptr + column, mask, MASKED).to(tl.float32)
-    store_block(y_ptr + column, y, mask, MASKED)
+    store_block(y_ptr + row * width + column, y, mask, MASKED)
     return y
 
 
@@ -73,10 +75,10 @@ def split_norm_forward_kernel(
     column = tl.arange(0, BLOCK)
     column_tail = BLOCK + tl.arange(0, TAIL)
     inside = column_tail < width
-    x_ptr += row * stride
-    total_ptr += row * width
     if HAS_RESIDUAL:
         residual_ptr += row * residual_stride
+    x_ptr += row * stride
+    total_ptr += row * width
     x = _load_split_sum(x_ptr, residual_ptr, x_bias_ptr, total_ptr, column, inside, HAS_RESIDUAL, HAS_X_BIAS, False)
     x_tail = _load_split_sum(
         x_ptr, residual_ptr, x_bias_ptr, total_ptr, column_tail, inside, HAS_RESIDUAL, HAS_X_BIAS, True
@@ -88,9 +90,10 @@ def split_norm_forward_kernel(
         x_tail = tl.where(inside, x_tail - mean, 0.0)
     rstd = 1.0 / tl.sqrt((tl.sum(x * x, 0) + tl.sum(x_tail * x_tail, 0)) / width + eps)
     tl.store(rstd_ptr + row, rstd)
-    y_ptr += row * width
-    y = _store_split_norm(x, rstd, weight_ptr, bias_ptr, y_ptr, column, inside, HAS_BIAS, False)
-    y_tail = _store_split_norm(x_tail, rstd, weight_ptr, bias_ptr, y_ptr, column_tail, inside, HAS_BIAS, True)
+    y = _store_split_norm(x, rstd, weight_ptr, bias_ptr, y_ptr, row, column, inside, width, HAS_BIAS, False)
+    y_tail = _store_split_norm(
+        x_tail, rstd, weight_ptr, bias_ptr, y_ptr, row, column_tail, inside, width, HAS_BIAS, True
+    )
     if AMAX:
         amax_bits = tl.max(compute_magnitude_bits(y, column >= 0, y_ptr.dtype.element_ty))
         update_amax(amax_ptr, tl.maximum(compute_magnitude_bits(y_tail, inside, y_ptr.dtype.element_ty), amax_bits))
