@@ -20,7 +20,7 @@ from megascale.core.adapters import AdapterSpec, count_adapter_elements
 from megascale.core.expert_ranks import gathers_expert_tokens, reached_share
 from megascale.core.grid import Grid
 from megascale.core.head_exchange import share_heads
-from megascale.core.inventory import BLOCK_PARTS, output_matrix, resolve_layers
+from megascale.core.inventory import output_matrix, resolve_layers
 from megascale.core.layer_spec import ExpertsSpec, LayerSpec
 from megascale.core.layers import LayerSums, assign_stage_layers
 from megascale.core.memory import count_logits_groups, gathers_float8
@@ -30,6 +30,7 @@ from megascale.core.parameter_counts import (
     count_stage_parameters,
     count_stage_units,
 )
+from megascale.core.part_inventories import BLOCK_PARTS
 from megascale.core.schedule import INPUT_BACKWARDS, SENDS, ActionKind, Schedule, make_kind_mask
 from megascale.core.tensors import DTYPE_BYTES
 from megascale.core.unit_slots import (
