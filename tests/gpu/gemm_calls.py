@@ -108,24 +108,9 @@ def draw(kind: Format, rows: int, columns: int) -> Tensor:
     return torch.randn(rows, columns, device=DEVICE, dtype=BF16).mul_(8).to(kind.dtype)
 
 
-def multiply_by_torch(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    *,
-    fast: bool = False,
-    bias: Tensor | None = None,
-    dtype: torch.dtype = BF16,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Run a GEMM as `gemm.matmul` does without direct calls."""
-    scale_b = b_scale.t() if b_scale.dim() else b_scale
-    arguments = {"bias": bias, "out_dtype": dtype, "use_fast_accum": fast}
-    if out is not None:
-        arguments["out"] = out
-    result: Tensor = torch_private.scaled_mm(a, b.t(), a_scale, scale_b, **arguments)
-    return result
+def allocate_result(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, dtype: torch.dtype = BF16) -> Tensor:
+    """Allocate the result of a GEMM."""
+    return torch.empty(a.shape[0], b.shape[0], device=DEVICE, dtype=dtype)
 
 
 def have_equal_bits(a: Tensor, b: Tensor) -> bool:
@@ -149,8 +134,9 @@ class Comparison:
 
     def check(self, name: str, operands: tuple[Tensor, ...], fast: bool, bias: Tensor | None = None) -> None:
         """Compare a product with `_scaled_mm`."""
-        expected = multiply_by_torch(*operands, fast=fast, bias=bias)
+        expected = allocate_result(*operands)
         out = torch.full_like(expected, torch.nan)
+        gemm.multiply_by_torch(expected, *operands, fast=fast, bias=bias)
         reason = cublaslt.multiply(out, *operands, bias=bias, fast=fast)
         self.compared += 1
         if reason:
@@ -176,8 +162,9 @@ class Comparison:
 
     def check_wgrad(self, name: str, operands: tuple[Tensor, ...]) -> None:
         """Compare a weight's gradient with `_scaled_mm`, which may sum in another order, and add it a second time."""
-        expected = multiply_by_torch(*operands, dtype=torch.float32)
+        expected = allocate_result(*operands, dtype=torch.float32)
         out = torch.full_like(expected, torch.nan)
+        gemm.multiply_by_torch(expected, *operands)
         gemm.matmul_into(out, *operands, overwrite=True)
         self.compared_dw += 1
         self.same_dw += have_equal_bits(out, expected)
@@ -196,7 +183,7 @@ class Comparison:
         sx, sw = self.scales
         pairs = [((draw(E4M3, T, I), sx, draw(E4M3, O, I), sw), torch.empty(T, O, device=DEVICE, dtype=BF16))]
         pairs.append(((draw(E4M3, T, I), sw, draw(E4M3, O, I), sx), torch.empty_like(pairs[0][1])))
-        expected = [multiply_by_torch(*operands) for operands, _ in pairs]
+        expected = [gemm.multiply_by_torch(allocate_result(*operands), *operands) for operands, _ in pairs]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
 
@@ -287,11 +274,15 @@ class Timed:
         self.host: dict[str, float] = {}
         self.device: dict[str, float] = {}
 
+    def multiply_by_torch(self) -> Tensor:
+        """Return a new product by `_scaled_mm`."""
+        return gemm.multiply_by_torch(torch.empty_like(self.out), *self.operands, fast=True)
+
     def list_torch_calls(self) -> dict[str, Callable[[], Any]]:
         return {
-            "_scaled_mm": functools.partial(multiply_by_torch, *self.operands, fast=True, out=self.out),
+            "_scaled_mm": functools.partial(gemm.multiply_by_torch, self.out, *self.operands, fast=True),
             "_scaled_mm, bias": functools.partial(
-                multiply_by_torch, *self.operands, fast=True, bias=self.bias, out=self.out
+                gemm.multiply_by_torch, self.out, *self.operands, fast=True, bias=self.bias
             ),
             "bfloat16 mm": functools.partial(torch.mm, self.x, self.w.t(), out=self.out),
             "bfloat16 linear, bias": functools.partial(F.linear, self.x, self.w, self.bias),
@@ -352,13 +343,13 @@ def main() -> int:
     timed = [Timed(shape) for shape in TIMED_SHAPES]
     for item in timed:
         item.measure_torch(", setting parsed")
-    before = [multiply_by_torch(*item.operands, fast=True) for item in timed]
+    before = [item.multiply_by_torch() for item in timed]
     faults: list[str] = []
     line = dispatch.hide_workspace_setting(DEVICE)
     if not line and torch.cuda.get_device_capability() == (9, 0):
         faults.append("CUBLAS_WORKSPACE_CONFIG is still parsed")
     for item, product in zip(timed, before, strict=True):
-        if not have_equal_bits(multiply_by_torch(*item.operands, fast=True), product):
+        if not have_equal_bits(item.multiply_by_torch(), product):
             faults.append("_scaled_mm has other bits without the setting")
         item.measure_torch(", setting hidden")
         item.measure_direct()

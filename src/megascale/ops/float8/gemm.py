@@ -145,6 +145,20 @@ def _multiply(
         dispatch.record_choice("float8 GEMM calls", "cuBLASLt, with the algorithm of torch._scaled_mm")
         return out
     dispatch.record_choice("float8 GEMM calls", f"torch._scaled_mm ({reason})")
+    return multiply_by_torch(out, a, a_scale, b, b_scale, fast=fast, bias=bias)
+
+
+def multiply_by_torch(
+    out: Tensor,
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *,
+    fast: bool = False,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Run `matmul` into `out` by `torch._scaled_mm`."""
     scale_b = b_scale.t() if b_scale.dim() else b_scale
     return torch_private.scaled_mm(
         a, b.t(), a_scale, scale_b, bias=bias, out_dtype=out.dtype, use_fast_accum=fast, out=out
