@@ -78,9 +78,9 @@ def hide_workspace_setting(device: torch.device) -> str:
     """Remove cuBLAS's workspace setting from C's environment, after torch has read it. Return a line for the log.
 
     The line is empty if the setting stays. torch 2.11 parses the setting by a regular expression in each call of
-    cuBLAS, and three times in `_scaled_mm` and in a GEMM with a bias. Each time takes 50 to 100 us. Whether the setting
-    is deterministic is read once, at the first GEMM. Without a setting a Hopper device has a workspace of the same
-    size, so that the algorithms stay the same. `os.environ` keeps the setting.
+    cuBLAS, and three times in `_scaled_mm` and in a GEMM with a bias (`tests/gpu/gemm_calls.py` measures it). Whether
+    the setting is deterministic is read once, at the first GEMM. Without a setting a Hopper device has a workspace of
+    the same size, so that the algorithms stay the same. `os.environ` keeps the setting.
     """
     if os.environ.get(_WORKSPACE_VARIABLE) != _DETERMINISTIC_WORKSPACES[0] or not _has_large_workspace(device):
         return ""
