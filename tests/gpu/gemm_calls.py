@@ -124,11 +124,11 @@ class Comparison:
     Attributes:
         compared: number of GEMMs.
         faults: descriptions of different results.
-        same_dw: number of weight gradients with the bits of `_scaled_mm`, of `compared_dw`.
+        equal_dw: number of weight gradients with the bits of `_scaled_mm`, of `compared_dw`.
     """
 
     def __init__(self) -> None:
-        self.compared = self.compared_dw = self.same_dw = 0
+        self.compared = self.compared_dw = self.equal_dw = 0
         self.faults: list[str] = []
         self.scales = allocate_scales(2, DEVICE, 0.0078)
 
@@ -167,7 +167,7 @@ class Comparison:
         gemm.multiply_by_torch(expected, *operands)
         gemm.matmul_into(out, *operands, overwrite=True)
         self.compared_dw += 1
-        self.same_dw += have_equal_bits(out, expected)
+        self.equal_dw += have_equal_bits(out, expected)
         distance = ((out - expected).norm() / expected.norm()).item()
         if not distance <= DW_LIMIT:
             self.faults.append(f"{name}: distance {distance:.1e}")
@@ -375,7 +375,7 @@ def main() -> int:
         "compared": comparison.compared,
         "faults": len(faults),
         "dw": comparison.compared_dw,
-        "dw with the bits of _scaled_mm": comparison.same_dw,
+        "dw with the bits of _scaled_mm": comparison.equal_dw,
         "seconds": round(time.perf_counter() - begin, 1),
     }
     print(summary)
