@@ -37,7 +37,7 @@ from megascale.model.context import EVALUATION
 from megascale.model.transformer import Chunk
 from megascale.ops import launch
 from megascale.ops.amax import AmaxPool
-from megascale.ops.dispatch import Kernels, prepare_determinism
+from megascale.ops.dispatch import Kernels, hide_workspace_setting, prepare_determinism
 from megascale.ops.gradient_sink import get_sink
 from megascale.optim.optimizer import ShardedOptimizer
 from megascale.optim.update_hold import UpdateHold
@@ -298,6 +298,9 @@ class Engine:
             self.active["kernel launches"] = launch.describe()
         if determinism.description:
             self.active["deterministic"] = determinism.description
+        workspace = hide_workspace_setting(self.device)
+        if workspace:
+            self.active["cuBLAS workspace"] = workspace
 
     def _decide_determinism(self, earlier_choices: Choices | None) -> Determinism:
         """Decide whether steps must repeat bit for bit, and set it in the runtime's kernels."""
