@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from benchmarks.harness.temporary import temporary_folder
+from megascale.bench.step_monitor import StepMonitor
 from megascale.core import strict_json
 from megascale.errors import ConfigError
 
@@ -99,14 +100,14 @@ class Timed:
         step: makes one step, and may return a loss.
         versions, settings: of the peer.
         measure_load: makes one more step and returns the largest load of a rank with experts over the mean load, in
-            any layer. None for a dense model. Collective.
+            any layer; None if the step replays a graph. The function is None for a dense model. Collective.
         close: ends what `prepare` began in this process.
     """
 
     step: Callable[[], Any]
     versions: dict[str, str]
     settings: str
-    measure_load: Callable[[], float] | None = None
+    measure_load: Callable[[], float | None] | None = None
     close: Callable[[], None] = lambda: None
 
 
@@ -456,7 +457,8 @@ def run_child(prepare: Callable[[PeerJob, torch.device], Timed], file: str) -> N
         torch.cuda.set_device(device)
 
     timed = prepare(job, device)
-    seconds, losses = time_steps(timed, job, device)
+    monitor = StepMonitor("peer", warmup=job.warmup, steps=job.steps, prints=rank == 0)
+    seconds, losses = time_steps(timed, job, device, monitor)
     if rank == job.world - 1:
         if cuda:
             memory = torch.cuda.max_memory_allocated(device) / 2**30
@@ -471,8 +473,12 @@ def run_child(prepare: Callable[[PeerJob, torch.device], Timed], file: str) -> N
     dist.destroy_process_group()
 
 
-def time_steps(timed: Timed, job: PeerJob, device: torch.device) -> tuple[list[float], list[float]]:
+def time_steps(
+    timed: Timed, job: PeerJob, device: torch.device, monitor: StepMonitor
+) -> tuple[list[float], list[float]]:
     """Make all steps of a job; return the seconds of each timed step, and the losses that this rank knows.
+
+    The lists are those of the monitor. A warm-up step measures the load of experts about every ten seconds.
 
     Raises TrainingError for a loss that is not finite.
     """
@@ -485,19 +491,40 @@ def time_steps(timed: Timed, job: PeerJob, device: torch.device) -> tuple[list[f
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    seconds: list[float] = []
-    losses: list[float] = []
+    measure_load = timed.measure_load
+    if job.settings.get("cuda_graph_impl", "none") != "none":
+        measure_load = None  # a capture would keep the hooks that count
+    seconds = monitor.seconds
+    losses = monitor.losses
     for number in range(job.warmup + job.steps):
+        is_warmup = number < job.warmup
+        if is_warmup and number > 0 and measure_load is not None:
+            is_last = number == job.warmup - 1
+            if is_last or agree(monitor.is_load_due(), device):
+                load = measure_load()
+                monitor.record_step(load)
+                continue
         start = read_clock()
         loss = timed.step()
-        if number >= job.warmup:
-            seconds.append(read_clock() - start)
-        if loss is None:
-            continue
-        losses.append(float(loss))
-        if not math.isfinite(losses[-1]):
-            raise TrainingError(f"the loss of step {number + 1} is {losses[-1]}, so its time cannot be compared")
+        elapsed = read_clock() - start
+        if not is_warmup:
+            seconds.append(elapsed)
+        if loss is not None:
+            losses.append(float(loss))
+            if not math.isfinite(losses[-1]):
+                raise TrainingError(f"the loss of step {number + 1} is {losses[-1]}, so its time cannot be compared")
+        monitor.record_step()
     return seconds, losses
+
+
+def agree(choice: bool, device: torch.device) -> bool:
+    """Return the choice of rank 0. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    flag = torch.tensor([int(choice)], device=device)
+    dist.broadcast(flag, 0)
+    return bool(flag.item())
 
 
 def _ours(preset: str, settings: list[str], steps: int, warmup: int, out: Path) -> PeerResult:

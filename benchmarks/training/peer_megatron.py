@@ -347,10 +347,12 @@ def prepare(job: PeerJob, device: torch.device, store: Store | None = None) -> T
     )
 
 
-def measure_rank_load(chunks: list[Any], step: Callable[[], Any], *, ranks: int, router_type: type[nn.Module]) -> float:
+def measure_rank_load(
+    chunks: list[Any], step: Callable[[], Any], *, ranks: int, router_type: type[nn.Module]
+) -> float | None:
     """Make a step and return the largest load of a rank with experts over the mean load, in any layer. Collective.
 
-    Every rank must hold the same layers.
+    Every rank must hold the same layers. The result is None if the step replays a CUDA graph, which calls no routers.
 
     Args:
         ranks: number of ranks that divide the experts.
@@ -369,6 +371,8 @@ def measure_rank_load(chunks: list[Any], step: Callable[[], Any], *, ranks: int,
     finally:
         for hook in hooks:
             hook.remove()
+    if len(counts) < len(routers):
+        return None
     counts_LE = torch.stack([counts[index] for index in range(len(routers))])
     torch.distributed.all_reduce(counts_LE)
     loads_LR = counts_LE.unflatten(1, (ranks, -1)).sum(2) / counts_LE.sum(1, keepdim=True)

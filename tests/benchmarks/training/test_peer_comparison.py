@@ -8,6 +8,7 @@ import os
 import sys
 import weakref
 from dataclasses import asdict, replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 from benchmarks.training import peer_comparison, peer_megatron, peer_torchtitan
 from benchmarks.training.peer_shape import make_shape_job
 from benchmarks.training.shape_file import PeerRun, Shape
+from megascale.bench.step_monitor import StepMonitor
 from megascale.config import load_command_line
 from megascale.core.flops import mfu
 from megascale.errors import ConfigError, TrainingError
@@ -222,6 +224,47 @@ def test_the_load_of_a_rank_is_counted_in_one_more_step():
         torch.distributed.destroy_process_group()
     assert load == 1.5
     assert not even._forward_hooks
+
+
+def test_a_replayed_step_has_no_load():
+    """A CUDA graph calls no routers. The other figures of the shape stay."""
+    chunk = torch.nn.ModuleList([Router([[1, 0], [0, 1]])])
+    assert peer_megatron.measure_rank_load([chunk], lambda: None, ranks=2, router_type=Router) is None
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_the_load_is_measured_in_due_steps_of_the_warm_up(has_graphs, capsys):
+    """Each step takes 4 s, so that each third one is due after 10 s, and the last one of the warm-up always is."""
+    now = [0.0]
+    calls = []
+
+    def take_step(name, result):
+        now[0] += 4.0
+        calls.append(name)
+        return result
+
+    timed = peer_comparison.Timed(
+        partial(take_step, "step", 0.5), {}, "", measure_load=partial(take_step, "load", 1.25)
+    )
+    shape = Shape(name="a", arguments=["gpt-13b"], steps=3, warmup=5)
+    peer = PeerRun(settings={"cuda_graph_impl": "local"} if has_graphs else {})
+    job = make_shape_job(shape, peer, shape.load_config(), world=1)
+    monitor = StepMonitor("a", warmup=5, steps=3, prints=True, clock=lambda: now[0])
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        seconds, losses = peer_comparison.time_steps(timed, job, torch.device("cpu"), monitor)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert len(seconds) == 3
+    if has_graphs:
+        assert calls == ["step"] * 8
+        return
+    assert calls == ["step"] * 3 + ["load"] * 2 + ["step"] * 3
+    assert losses == [0.5] * 6
+    assert capsys.readouterr().out.splitlines() == [
+        "a: warm-up step 3 of 5, 4.0000 s per step",
+        "a: timed step 1 of 3, 4.0000 s per step, load of the slowest rank 1.25 in step 5",
+    ]
 
 
 def test_a_peer_trains_a_shape_with_its_own_settings():
