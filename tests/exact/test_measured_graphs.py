@@ -40,6 +40,7 @@ LAYOUTS = {
         4,
         8,
     ),
+    "tensor, pipeline": (case(2, 2, 1, microbatches=4), 4, 4),
     "zero 2": (case(1, 1, 2, zero=2, microbatches=2, model=TWO_LAYERS), 2, 4),
 }
 
@@ -91,11 +92,13 @@ def train(
     graphs: str,
     times_by_rank: list[tuple[float, float]],
     refused_rank: int | None = None,
+    full_rank: int | None = None,
 ) -> MeasuredRun:
     """Train STEPS steps with a clock that shows the rank's times.
 
     Args:
-        refused_rank: rank whose memory has no room for buffers of graphs.
+        refused_rank: rank whose memory has no room for buffers of graphs by the estimate.
+        full_rank: rank whose memory is full after the eager steps.
     """
     clock = FixedClock(*times_by_rank[rank])
     refusal = nullcontext()
@@ -105,7 +108,9 @@ def train(
         engine = make_engine(rank, world, {**tree, "kernels": {"graphs": graphs}}, launch_clock=clock)
     run = MeasuredRun()
     observe(engine, run.report)
-    run_steps(engine, clock, run)
+    spare_bytes = 0 if rank == full_rank else 1 << 30
+    with mock.patch.object(Engine, "_find_spare_bytes", return_value=spare_bytes):
+        run_steps(engine, clock, run)
     run.report.state = state_of(engine)
     return run
 
@@ -160,6 +165,17 @@ def test_a_stage_without_memory_stays_eager_and_says_both_reasons(pool):
     assert last.lines[0].startswith("off (graph buffers of 0.0 GiB do not fit in the remaining memory")
     assert "tries anyway; rank 0 submits a micro-batch in 16.0 ms, and its GPU runs it in 20.0 ms" in last.lines[-1]
     for reference, run in zip(eager, (first, last), strict=True):
+        assert_same_bits(reference.report, run.report)
+
+
+def test_a_rank_whose_memory_is_full_keeps_all_ranks_eager(pool):
+    """Ranks of a tensor-parallel group replay together or not at all."""
+    layout, _, _ = LAYOUTS["tensor, pipeline"]
+    eager = pool.run(train, layout.world, layout.tree, "off", [SLOW] * layout.world)
+    measured = pool.run(train, layout.world, layout.tree, "auto", [SLOW] * layout.world, None, 1)
+    for reference, run in zip(eager, measured, strict=True):
+        assert run.replayed == [0] * STEPS
+        assert run.lines[-1].startswith("off (rank 1 lacks 0.0 GiB of memory for the graphs' buffers")
         assert_same_bits(reference.report, run.report)
 
 

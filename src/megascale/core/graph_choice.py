@@ -41,11 +41,15 @@ class GraphDecision:
     Attributes:
         slowest_rank: rank whose host needs the largest share of the GPU's time.
         times: times of this rank.
+        fullest_rank: rank whose memory lacks most for the buffers of graphs.
+        missing_gib: GiB that it lacks; 0 if all ranks have enough.
     """
 
     uses_graphs: bool
     slowest_rank: int
     times: LaunchTimes
+    fullest_rank: int = 0
+    missing_gib: float = 0.0
 
     def describe(self, start: str, obstacle: str = "") -> str:
         """Return the start-up line's text.
@@ -65,6 +69,11 @@ class GraphDecision:
                 f"{times.device_ms:.1f} ms: a share of {times.host_share:.2f}, "
                 f"and graphs are used above {MAX_HOST_SHARE}"
             )
+        if self.missing_gib > 0 and not obstacle:
+            obstacle = (
+                f"rank {self.fullest_rank} lacks {self.missing_gib:.1f} GiB of memory for the graphs' buffers; "
+                "--kernels.graphs=on tries anyway"
+            )
         if obstacle:
             return f"off ({obstacle}; {measurement})"
         if not self.uses_graphs:
@@ -72,8 +81,19 @@ class GraphDecision:
         return f"forward and backward of each chunk, {start} ({measurement})"
 
 
-def decide_graphs(times_by_rank: Sequence[LaunchTimes]) -> GraphDecision:
-    """Return the decision of all ranks: the largest share of a host counts, since all ranks wait for the slowest."""
+def decide_graphs(times_by_rank: Sequence[LaunchTimes], missing_gib_by_rank: Sequence[float]) -> GraphDecision:
+    """Return the decision of all ranks: the largest share of a host counts, since all ranks wait for the slowest.
+
+    Args:
+        missing_gib_by_rank: GiB of memory that each rank lacks for graphs, 0 if it has enough.
+    """
     shares = [times.host_share for times in times_by_rank]
     slowest_rank = shares.index(max(shares))
-    return GraphDecision(shares[slowest_rank] > MAX_HOST_SHARE, slowest_rank, times_by_rank[slowest_rank])
+    missing_gib = max(missing_gib_by_rank)
+    return GraphDecision(
+        uses_graphs=shares[slowest_rank] > MAX_HOST_SHARE and missing_gib == 0,
+        slowest_rank=slowest_rank,
+        times=times_by_rank[slowest_rank],
+        fullest_rank=missing_gib_by_rank.index(missing_gib),
+        missing_gib=missing_gib,
+    )

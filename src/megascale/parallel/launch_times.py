@@ -82,6 +82,7 @@ class GraphChoice:
             measured, since they also wait for parameters or reduce gradients.
         world_axis: all ranks of the job, each of which must have a choice.
         kernels: records the choice for the start-up lines.
+        find_missing_gib: returns the GiB that this rank lacks for graphs after the measured step, 0 if it has enough.
         obstacle: why this rank cannot capture, independent of the times; "" if it can.
 
     Attributes:
@@ -96,6 +97,7 @@ class GraphChoice:
         world_axis: Axis,
         device: torch.device,
         kernels: Kernels,
+        find_missing_gib: Callable[[], float],
         obstacle: str = "",
     ) -> None:
         self.uses_graphs = False
@@ -105,6 +107,7 @@ class GraphChoice:
         self._world_axis = world_axis
         self._device = device
         self._kernels = kernels
+        self._find_missing_gib = find_missing_gib
         self._obstacle = obstacle
         self._step_count = 0
         # By chunk and direction: functions that return the times of the samples.
@@ -148,9 +151,12 @@ class GraphChoice:
         """Agree with all ranks on whether graphs are used."""
         local_times = self._sum_samples()
         self._samples.clear()
-        row = torch.tensor([[local_times.host_ms, local_times.device_ms]], dtype=torch.float64, device=self._device)
+        missing_gib = 0.0 if self._obstacle else self._find_missing_gib()
+        numbers = [local_times.host_ms, local_times.device_ms, missing_gib]
+        row = torch.tensor([numbers], dtype=torch.float64, device=self._device)
         rows = all_gather(row, self._world_axis).wait().tolist()
-        decision = decide_graphs([LaunchTimes(host_ms, device_ms) for host_ms, device_ms in rows])
+        times_by_rank = [LaunchTimes(host_ms, device_ms) for host_ms, device_ms, _ in rows]
+        decision = decide_graphs(times_by_rank, [missing for _, _, missing in rows])
         self.decision = decision
         self.uses_graphs = decision.uses_graphs
         self._kernels.record_choice(CHOICE_NAME, decision.describe("from the third step on", self._obstacle))

@@ -606,6 +606,7 @@ class Engine:
                 world_axis=self.world_axis,
                 device=self.device,
                 kernels=self.runtime.kernels,
+                find_missing_gib=self._find_missing_gib,
                 obstacle=obstacle,
             )
         elif is_cuda and graphs is None:
@@ -745,6 +746,22 @@ class Engine:
         if self.device.type != "cuda":
             return None
         return torch.cuda.get_device_properties(self.device).total_memory - GPU_CONTEXT
+
+    def _find_missing_gib(self) -> float:
+        """Return the GiB that this rank lacks for graphs, next to the peak of the steps so far; 0 if it has enough."""
+        spare_bytes = self._find_spare_bytes()
+        if spare_bytes is None:
+            return 0.0
+        memory, _ = self.layout.stage_memory(self.pipeline.stage, measures_launches=True)
+        return max(0.0, (memory.graph_buffers - spare_bytes) / 2**30)
+
+    def _find_spare_bytes(self) -> int | None:
+        """Return the bytes of the device that no step so far has needed; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        cached_bytes = torch.cuda.memory_reserved(self.device) - torch.cuda.max_memory_allocated(self.device)
+        return free_bytes + cached_bytes
 
     # settings that may change between steps ---------------------------------------------------------------------
 
