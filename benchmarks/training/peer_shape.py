@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.training.peer_comparison import PEERS, PeerJob, Timed, choose_recipe, make_job, time_steps
+from benchmarks.training.peer_choice import PEERS, choose_recipe
+from benchmarks.training.peer_job import PeerJob, PreparedPeer, make_job, time_steps
 from megascale import torch_private
 from megascale.bench.timing import measure_sustained_gemm_rate
 from megascale.core.flops import CONVENTION, device_peak_tflops, mfu
@@ -107,7 +108,7 @@ def measure_peer(
 def make_figures(
     job: PeerJob,
     config: Config,
-    timed: Timed,
+    timed: PreparedPeer,
     *,
     monitor: StepMonitor,
     device: torch.device,

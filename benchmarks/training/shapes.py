@@ -147,7 +147,7 @@ def list_tasks(all_shapes: Sequence[Shape], trainer: str, only: Sequence[str]) -
 
 def load_configs(tasks: Sequence[Task], world: int, device: str | None) -> list[Config]:
     """Return the tasks' configurations. Raises ConfigError or FitError that names the shape, before anything starts."""
-    from benchmarks.training.peer_comparison import find_obstacle
+    from benchmarks.training.peer_choice import find_obstacle
     from megascale.core.layout import lay_out
 
     configs = []
