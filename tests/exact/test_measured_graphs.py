@@ -13,9 +13,9 @@ import torch
 
 from megascale.parallel.chunk_graphs import EAGER_STEPS, GraphedRunner
 from megascale.parallel.launch_times import MAX_SAMPLES
-from megascale.train import engine as engine_module
-from megascale.train import replay_conditions
+from megascale.train import graph_conditions, replay_conditions
 from megascale.train.engine import Engine
+from megascale.train.graph_conditions import GraphConditions
 from megascale.train.replay_conditions import exclude_costly_graphs
 from tests.conftest import lines
 from tests.exact.cases import TWO_LAYERS, case
@@ -103,13 +103,13 @@ def train(
     clock = FixedClock(*times_by_rank[rank])
     refusal = nullcontext()
     if rank == refused_rank:
-        refusal = mock.patch.object(Engine, "_find_memory_limit", return_value=1)
+        refusal = mock.patch.object(GraphConditions, "find_memory_limit", return_value=1)
     with refusal:
         engine = make_engine(rank, world, {**tree, "kernels": {"graphs": graphs}}, launch_clock=clock)
     run = MeasuredRun()
     observe(engine, run.report)
     spare_bytes = 0 if rank == full_rank else 1 << 30
-    with mock.patch.object(Engine, "_find_spare_bytes", return_value=spare_bytes):
+    with mock.patch.object(GraphConditions, "find_spare_bytes", return_value=spare_bytes):
         run_steps(engine, clock, run)
     run.report.state = state_of(engine)
     return run
@@ -215,7 +215,7 @@ def test_a_reduction_by_rows_precedes_graphs_that_are_expected_to_gain_nothing()
     layout = case(1, 1, 1, microbatches=4, model=TWO_LAYERS)
     with (
         mock.patch.object(Engine, "_find_row_exchange_obstacle", return_value=""),
-        mock.patch.object(engine_module, "explain_no_graphs", return_value="launches are short"),
+        mock.patch.object(graph_conditions, "explain_no_graphs", return_value="launches are short"),
     ):
         engine = make_engine(0, 1, layout.tree, launch_clock=FixedClock(*SLOW))
     assert engine.graphs is None

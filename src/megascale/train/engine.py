@@ -29,7 +29,6 @@ from megascale.core.layer_spec import ExpertsSpec
 from megascale.core.layers import ChunkLayers
 from megascale.core.layout import Layout
 from megascale.core.memory import gathers_float8
-from megascale.core.rank_memory import GPU_CONTEXT, explain_no_graphs
 from megascale.core.spans import Recorder, SpanKind
 from megascale.core.stopwatch import Stopwatch
 from megascale.core.tensors import Piece
@@ -63,6 +62,7 @@ from megascale.train.blank_batches import BlankBatches, ReadBatch, make_blank_ba
 from megascale.train.chunk_forward import ChunkForward
 from megascale.train.determinism_choice import Determinism, decide_determinism
 from megascale.train.expert_balance import ExpertBalance
+from megascale.train.graph_conditions import GraphConditions
 from megascale.train.loss_weights import LossWeights
 from megascale.train.step_result import HOLD_INDEX, StepResult, StepScalars
 
@@ -589,11 +589,19 @@ class Engine:
         is_cuda, requested = self.device.type == "cuda", self.config.kernels.graphs
         if requested == "auto" and launch_clock is None:
             return None
-        obstacle = self._find_graph_obstacle()
+        conditions = GraphConditions(
+            self.layout,
+            self.pipeline.stage,
+            device=self.device,
+            tensor_axis=self.tensor_axis,
+            context_axis=self._context_axis,
+            overlaps=self.active,
+        )
+        obstacle = conditions.find_obstacle()
         if obstacle and requested == "on":
             raise ConfigError(f"kernels.graphs=on is unavailable: {obstacle}; set --kernels.graphs=auto or off")
         # Each rank of the job takes part in the agreement, also if its own stage cannot be captured.
-        shared_obstacle = self._find_shared_graph_obstacle()
+        shared_obstacle = conditions.find_shared_obstacle(self._find_row_exchange_obstacle)
         measures = requested == "auto" and not shared_obstacle
         graphs = None
         if not obstacle and not shared_obstacle:
@@ -606,7 +614,7 @@ class Engine:
                 world_axis=self.world_axis,
                 device=self.device,
                 kernels=self.runtime.kernels,
-                find_missing_gib=self._find_missing_gib,
+                find_missing_gib=conditions.find_missing_gib,
                 obstacle=obstacle,
             )
         elif is_cuda and graphs is None:
@@ -618,21 +626,6 @@ class Engine:
     def _can_measure(self, chunk: int, i: int) -> bool:
         """Return whether micro-batch `i` of the chunk is typical of a rank that has no graphs."""
         return reads_complete_state(find_boundaries(self.pipeline.actions)[chunk], i)
-
-    def _find_shared_graph_obstacle(self) -> str:
-        """Return why no rank of the job captures graphs, "" if ranks may. All ranks return the same."""
-        requested = self.config.kernels.graphs
-        # Without a limit of memory the configuration alone decides.
-        _, obstacle = self.layout.stage_memory(0, measures_launches=True)
-        if obstacle or requested != "auto" or self.config.overlap.embedding == "dense":
-            return obstacle
-        if explain_no_graphs(self.config, self.layout.grid) and not self._find_row_exchange_obstacle():
-            # Launches are expected to be short, so the certain gain precedes the possible one.
-            return (
-                f"overlap.embedding={self.config.overlap.embedding} reduces the embedding's gradient by rows, and "
-                "graphs write the dense gradient; set --overlap.embedding=dense"
-            )
-        return ""
 
     def exclude_graphs(self, reason: str) -> None:
         """Launch each operator in all steps. Call it before the first step, on all ranks."""
@@ -724,44 +717,6 @@ class Engine:
     def _make_blank_activation(self) -> torch.Tensor:
         """Return an input of zeros for a chunk that is not the model's first one."""
         return torch.zeros(self.pipeline.shape, dtype=self.dtype, device=self.device)
-
-    def _find_graph_obstacle(self) -> str:
-        """Return why chunks cannot be captured, "" if they can. Ranks of a stage with equal GPUs return the same."""
-        is_cuda = self.device.type == "cuda"
-        memory_limit = self._find_memory_limit()
-        # The estimate also says why the settings exclude graphs, or that their memory does not fit.
-        _, reason = self.layout.stage_memory(self.pipeline.stage, memory_limit, measures_launches=True)
-        if reason or not is_cuda:
-            return reason
-        if self.tensor_axis.size > 1 and self.tensor_axis.exchange is None:
-            overlap = self.active["tensor overlap"]
-            return f"only the fused exchange of tensor parallelism is captured, and tensor overlap is {overlap}"
-        if self._context_axis.size > 1 and self._context_axis.exchange is None:
-            exchange = self.active["context exchange"]
-            return f"only copies between context ranks are captured, and the exchange is {exchange}"
-        return ""
-
-    def _find_memory_limit(self) -> int | None:
-        """Return the bytes that this rank's tensors may take; None on a CPU."""
-        if self.device.type != "cuda":
-            return None
-        return torch.cuda.get_device_properties(self.device).total_memory - GPU_CONTEXT
-
-    def _find_missing_gib(self) -> float:
-        """Return the GiB that this rank lacks for graphs, next to the peak of the steps so far; 0 if it has enough."""
-        spare_bytes = self._find_spare_bytes()
-        if spare_bytes is None:
-            return 0.0
-        memory, _ = self.layout.stage_memory(self.pipeline.stage, measures_launches=True)
-        return max(0.0, (memory.graph_buffers - spare_bytes) / 2**30)
-
-    def _find_spare_bytes(self) -> int | None:
-        """Return the bytes of the device that no step so far has needed; None on a CPU."""
-        if self.device.type != "cuda":
-            return None
-        free_bytes, _ = torch.cuda.mem_get_info(self.device)
-        cached_bytes = torch.cuda.memory_reserved(self.device) - torch.cuda.max_memory_allocated(self.device)
-        return free_bytes + cached_bytes
 
     # settings that may change between steps ---------------------------------------------------------------------
 
