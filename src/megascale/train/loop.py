@@ -37,6 +37,7 @@ from megascale.errors import ConfigError, DataError, MegascaleError, TrainingErr
 from megascale.ops.compile_count import count_compilations
 from megascale.optim.learning_rate import compute_learning_rate
 from megascale.parallel.chunk_graphs import EAGER_STEPS
+from megascale.parallel.launch_times import CHOICE_NAME
 from megascale.rendezvous.groups import Groups, shutdown
 from megascale.rendezvous.start_job import initialise
 from megascale.train import attention_choice, replay_response
@@ -54,7 +55,7 @@ from megascale.train.predecessors import await_predecessors
 from megascale.train.rank_info import RankInfo, count_device_allocations, find_device_kind, memory_gib
 from megascale.train.rank_timers import RankTimers, StepClock
 from megascale.train.replay_check import ReplayCheck, ReplayEvidence
-from megascale.train.replay_conditions import find_reason_against_replays
+from megascale.train.replay_conditions import exclude_costly_graphs, find_reason_against_replays
 from megascale.train.reporter import Reporter
 from megascale.train.resume import ResumeGuard
 from megascale.train.run_folder import RunFolder
@@ -178,6 +179,7 @@ class Trainer:
         self._first_step_queued = 0.0  # seconds from its start until the host had queued it
         self._first_step_allocations = 0  # of device memory in this process, before the first step
         self._has_reported_graphs = False
+        self._has_reported_choice = False
         self._loss: float | None = None
 
     # the run ----------------------------------------------------------------------------------------------------
@@ -353,6 +355,7 @@ class Trainer:
                 if reason:
                     self.engine.active["replay"] = f"off (resilience.replay_interval=auto: {reason})"
                 return
+            exclude_costly_graphs(self.engine)
             interval = compute_interval(self.layout.microbatches)
             cost = CheckCost(info.device, self.engine.world_axis)
         response = replay_response.ReplayResponse(settings, self.folder, self.reporter, info.rank, peers)
@@ -896,6 +899,7 @@ class Trainer:
         self._read_pending_step()
         if not self._has_reported_active:
             self._report_active()
+        self._report_graph_choice()
         if self.engine.graphs is not None and self.engine.graphs.failure:
             self._report_failed_graphs(self.engine.graphs.failure)
         if self.garbage_collector.is_due(step):
@@ -949,6 +953,15 @@ class Trainer:
             self._first_step_queued = time.monotonic() - self._first_step_start
         log.info("compilations in this process: %s", count_compilations().describe())
         self.reporter.report_active(self.engine.active | self.engine.runtime.kernels.list_choices())
+
+    def _report_graph_choice(self) -> None:
+        """Report once whether measured launches made the ranks capture graphs."""
+        choice = self.engine.graph_choice
+        if choice is None or choice.decision is None or self._has_reported_choice:
+            return
+        self._has_reported_choice = True
+        choices = self.engine.active | self.engine.runtime.kernels.list_choices()
+        self.reporter.report_late_choice(CHOICE_NAME, choices)
 
     def _report_failed_graphs(self, reason: str) -> None:
         """Report once that a capture failed."""
