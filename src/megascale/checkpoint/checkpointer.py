@@ -139,7 +139,9 @@ class Checkpointer:
         shards = self.shards if shards is None else shards
         report = report or LoadReport()
         storage = open_storage(self.folder)
+        part_start = time.monotonic()
         sequence, identity = self.peers.compute_once(lambda: _find_newest(storage, step), tuple[int, str])
+        report.measure("commits", part_start)
         result = self._load_from_memory(
             sequence,
             identity,
@@ -333,6 +335,13 @@ class Checkpointer:
         """Start the service and allocate its memory before the first save. The call is optional and follows `load`."""
         if self.config.background:
             self._open_snapshots()
+
+    @property
+    def staging_parts(self) -> str:
+        """Seconds of preparing saves in the background by part, as text; "" before."""
+        if self.snapshots is None:
+            return ""
+        return self.snapshots.stopwatch.describe()
 
     def before_update(self, step: int | None = None) -> None:
         """Wait for a copy under way. The training loop calls this method before each optimizer update.

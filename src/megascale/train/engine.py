@@ -1025,16 +1025,23 @@ class Engine:
         for exchange in self._list_exchanges():
             exchange.call_on_failure(hold.request)
 
-    def leave_groups(self) -> None:
+    def leave_groups(self, has_abort: bool = True, end_phase: Callable[[str], None] = lambda phase: None) -> None:
         """Drop the failed step and the groups; weights and optimizer state stay. `rejoin` sets new groups.
 
         Captured graphs are dropped too, since they hold communicators. Raises RuntimeError if the GPU has failed.
+
+        Args:
+            has_abort: whether the communicators are aborted next.
+            end_phase: called with the name of each part that has ended.
         """
         self.runtime.weight_gradients.clear()
         self.data_parallel.drop_communication()
         if self.graphs is not None:
             self.graphs.restart()
-            gc.collect()  # NCCL keeps a communicator, and its abort waits, until no graph holds it
+            end_phase("graphs")
+            if has_abort:
+                gc.collect()  # NCCL keeps a communicator, and its abort waits, until no graph holds it
+                end_phase("garbage")
         self.chunk_forward.end_step()
         self.before_update_hooks.clear()
         self.after_update_hooks.clear()
@@ -1044,8 +1051,10 @@ class Engine:
         self.runtime.calls = NullCallLog()
         self.runtime.recorder = Recorder()
         rejoin.drop_groups(self.runtime, self.pipeline.streams)
+        end_phase("engine")
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+            end_phase("device")
 
     def set_start_step(self, step: int) -> None:
         """Set the step whose state the optimizer has. Call it before the first step of a start."""

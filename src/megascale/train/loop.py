@@ -44,6 +44,7 @@ from megascale.train.callbacks import Callbacks, RunView
 from megascale.train.check_cost import CheckCost
 from megascale.train.checkpoint_policy import CheckpointPolicy
 from megascale.train.claim import take_run_locks
+from megascale.train.device_reserve import UNCACHED_BYTES, count_cached_bytes
 from megascale.train.ending import Ending, Interrupts
 from megascale.train.engine import Engine
 from megascale.train.evaluation import Evaluation, evaluate_file
@@ -399,34 +400,47 @@ class Trainer:
             # the ranks that need them have received them.
             self._live = replace(retained.live, is_in_place=False)
             del engine
-            self._free_unused_memory()
+            if self.parking is not None and self.parking.is_reused:
+                gc.collect()  # frees the memory of the earlier engine
             if not self._has_memory_for(self._live):
                 log.info("the kept state does not fit beside a new engine, so the state is loaded from memory")
                 self._live = retained.live = LiveState()
-                self._free_unused_memory()
+                self._return_cached_memory()
         self.engine = Engine(self.layout, self.groups, self.rank_info.device, earlier_choices, fields=self.feed.fields)
         if self.parking is not None:
             self.parking.hold_updates(self.engine)
+            self.parking.release_reserve()
 
     def _await_predecessors(self) -> None:
         """Wait until killed processes have freed the memory that this process needs, if the agent has named any."""
         if self.parking is not None:
             await_predecessors(self.parking.check)
 
-    def _free_unused_memory(self) -> None:
+    def _return_cached_memory(self) -> None:
+        """Return the memory that no tensor uses to the device."""
         gc.collect()
         if self.rank_info.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _has_memory_for(self, live: LiveState) -> bool:
-        """Return whether a new engine fits into the device's memory beside the kept state."""
+        """Return whether a new engine fits into the device's memory beside the kept state.
+
+        Memory that torch's allocator has cached stays there if the device has enough besides, since each allocation of
+        the new engine and of its first step would otherwise wait for the driver.
+        """
         device = self.rank_info.device
-        if device.type != "cuda" or not live.shards:
+        if device.type != "cuda":
             return True
         memory, _ = self.layout.stage_memory(self.layout.grid.coordinate(self.rank_info.rank).pipeline)
-        needed = memory.weights + memory.weight_copies + memory.gradients + memory.optimizer
+        needed = memory.weights + memory.weight_copies + memory.gradients + memory.optimizer + _SPARE_DEVICE_BYTES
         free, _ = torch.cuda.mem_get_info(device)
-        return needed + _SPARE_DEVICE_BYTES <= free
+        if free >= UNCACHED_BYTES and needed <= free + count_cached_bytes(device):
+            return True
+        self._return_cached_memory()
+        if not live.shards:
+            return True
+        free, _ = torch.cuda.mem_get_info(device)
+        return needed <= free + count_cached_bytes(device)
 
     def _can_load(self) -> bool:
         """Return whether `_load_state` will find a state of this run; the same on all ranks. Collective."""
@@ -447,8 +461,7 @@ class Trainer:
         live = self.checkpointer.keep_state(self.attempt)
         try:
             self.engine.close(failed=True)
-            self.engine.leave_groups()
-            self.parking.end_leaving_phase("engine")
+            self.engine.leave_groups(has_abort=not self.parking.keeps_groups, end_phase=self.parking.end_leaving_phase)
             live = replace(live, step=self._find_kept_step())
             self.parking.end_leaving_phase("step")
         finally:
@@ -519,7 +532,7 @@ class Trainer:
             last_step = min(train.steps, self.step + (train.stop_after or train.steps))
             resources.callback(self.reporter.close)
             self._accept_start(reads_data=self.step < last_step)
-            self._stopwatch.end_phase("data")
+            self._stopwatch.end_phase("claim")
             if self.step < last_step:
                 self.checkpointer.prepare()
             self._stopwatch.end_phase("staging memory")
@@ -775,9 +788,11 @@ class Trainer:
                 self._data_notes = self.feed.start(self.consumed_samples)
             except (ConfigError, DataError) as error:
                 local_problem = str(error)
+        self._stopwatch.end_phase("data")
         for problem in self.checkpointer.peers.all_gather(local_problem, str | None):
             if problem:
                 raise DataError(problem)
+        self._stopwatch.end_phase("others' load and data")
         self.resume_guard.claim_run()
         self.checkpointer.confirm_load()
         if not self.is_leader:
@@ -834,6 +849,8 @@ class Trainer:
         text = f"ready to train {total:.2f} s after the groups: {self._stopwatch.describe()}"
         if self._load_parts:
             text += f"; of the load: {self._load_parts}"
+        if self.checkpointer.staging_parts:
+            text += f"; of the staging memory: {self.checkpointer.staging_parts}"
         if self._has_rejoined:
             text += "; the engine of the attempt before"
         else:
