@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -205,6 +205,7 @@ def load_live(
     report: LoadReport | None = None,
     *,
     accept: AcceptState | None = None,
+    begin: Callable[[], None] = lambda: None,
 ) -> dict[str, Any] | str:
     """Fill shards from the memory of running processes and, if the plan needs it, from a save. Collective.
 
@@ -213,6 +214,7 @@ def load_live(
         service: conversation with the host's checkpoint service.
         shards: shards to fill; none on a process whose shards have the state already.
         accept: see `loader.AcceptState`.
+        begin: called before the exchange if the load needs no save, which might be damaged.
 
     Returns:
         The state besides tensors, or a description of damage to the save, the same on all processes.
@@ -226,6 +228,7 @@ def load_live(
         if accept is not None:
             accept(state, name)
         report.measure("checks", part_start)
+        begin()
         _fill_from_processes(plan, shards, peers, report)
         return state
     snapshots = MemorySnapshots(service, plan.save.generation)

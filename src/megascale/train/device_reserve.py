@@ -124,7 +124,7 @@ def reserve_memory(config: Config, world: int, device: torch.device) -> DeviceRe
         free_bytes, _ = torch.cuda.mem_get_info(device)
         resolved = resolve_precision(config, has_bfloat16(device))
         sizes = estimate_reserve(resolved, world, free_bytes)
-        if not sizes.state:
+        if not any(sizes):
             log.info("no memory is reserved: %.1f GiB of the GPU are free", free_bytes / 2**30)
             return None
         reserve = DeviceReserve(sizes, device)

@@ -38,6 +38,7 @@ from megascale.ops.compile_count import count_compilations
 from megascale.optim.learning_rate import compute_learning_rate
 from megascale.parallel.chunk_graphs import EAGER_STEPS
 from megascale.rendezvous.groups import Groups, shutdown
+from megascale.rendezvous.prepared_groups import FIRST_CALLS_SECONDS
 from megascale.rendezvous.start_job import initialise
 from megascale.train import attention_choice, replay_response
 from megascale.train.callbacks import Callbacks, RunView
@@ -72,7 +73,6 @@ _STOP_REQUEST = 1.0
 _LEAVE_REQUEST = 2.0**-20
 # A rank whose groups of the next attempt are connected adds this. All ranks together stay below a request to leave.
 _WARM_REQUEST = 2.0**-40
-_WARM_SECONDS = 10.0  # limit for the first calls of groups of the next attempt, at a step boundary
 # Before a rank leaves the attempt, it tries at most this many times to begin a copy of the state, with this pause after
 # each try.
 _MAX_SAVE_TRIES = 100
@@ -157,6 +157,7 @@ class Trainer:
         self._reused_slots: Sequence[StagingSlot] = ()
         self._has_rejoined = False  # true if the engine has outlived an attempt
         self._live: LiveState | None = None  # state that this process has kept; None if it ends with its attempt
+        self._stored: checkpoint.StoredState | None = None  # newest commit, if it was read before the load
         self._has_state = False  # true once the state of a step is complete in the engine
         self._keeps_state = False  # true if ranks leave with their state in memory and no copy; the same on all ranks
         self._pending_step: _PendingStep | None = None
@@ -326,6 +327,7 @@ class Trainer:
             reused_slots=self._reused_slots,
             reserve=compute_snapshot_reserve(config),
             check=self.parking.check if self.parking is not None else lambda: None,
+            side_group=self.groups.side if self.groups is not None else None,
         )
         self._reused_slots = ()
         if self.parking is not None:
@@ -445,7 +447,17 @@ class Trainer:
     def _can_load(self) -> bool:
         """Return whether `_load_state` will find a state of this run; the same on all ranks. Collective."""
         section = self.config.checkpoint
-        return section.resume and checkpoint.has_saved_state(section, self.folder.path, Peers())
+        if not section.resume:
+            return False
+        self._skip_unconfirmed_states()
+        self._stored = checkpoint.find_stored_state(section, self.folder.path, Peers())
+        return checkpoint.has_saved_state(section, self.folder.path, Peers(), self._stored)
+
+    def _skip_unconfirmed_states(self) -> None:
+        """Let the load skip the states that no replay has confirmed. Rank 0 marks them."""
+        if self.is_leader:
+            location = self.config.checkpoint.location or self.folder.checkpoints
+            self._unconfirmed_note = replay_response.skip_unconfirmed_states(self.folder, location)
 
     def _retain_state(self) -> None:
         """Retain the engine, its state and the staging memory for the next attempt, if this process stays."""
@@ -503,7 +515,13 @@ class Trainer:
         info = self.rank_info
         self.folder.create()
         self.telemetry = Telemetry(
-            self.folder.status, self.folder.flight, info.rank, info.world, self.groups, self.engine.runtime
+            self.folder.status,
+            self.folder.flight,
+            info.rank,
+            info.world,
+            groups=self.groups,
+            runtime=self.engine.runtime,
+            attempt=self.attempt,
         )
         resources.callback(self.telemetry.close)
         self.timers = RankTimers(self.config, info, self.engine.runtime, self.layout.grid, self.attempt)
@@ -603,7 +621,7 @@ class Trainer:
         self._must_warm_groups = False
         begin = time.monotonic()
         self._await_device()
-        if preparation.warm_up(_WARM_SECONDS):
+        if preparation.warm_up(FIRST_CALLS_SECONDS):
             seconds = time.monotonic() - begin
             memory = ""
             if device.type == "cuda":
@@ -695,8 +713,8 @@ class Trainer:
             self._load_initial_state()
             return
         self.status.update("load", 0)
-        if self.is_leader:
-            self._unconfirmed_note = replay_response.skip_unconfirmed_states(self.folder, self.checkpointer.folder)
+        if self._stored is None:
+            self._skip_unconfirmed_states()
         load_start = time.monotonic()
         report = checkpoint.LoadReport()
         with self.engine.loading_weights():
@@ -706,6 +724,7 @@ class Trainer:
                 accept=self.resume_guard.check_state,
                 report=report,
                 live=self._live,
+                stored=self._stored,
             )
         # Other ranks have received the shards of an earlier engine, whose memory is freed here.
         self._live = None

@@ -151,6 +151,7 @@ class Parking:
                 self.must_leave_after_step = False
                 self._order_time = 0.0
                 self._joining = Stopwatch()
+                self._drop_unfinished_groups()  # a process that waits for its first attempt may still make them
                 self._resumes.put(order)
             elif isinstance(order, PrepareGroups):
                 self._note_groups_order(order)
