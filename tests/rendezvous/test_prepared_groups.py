@@ -266,29 +266,26 @@ def test_a_dropped_preparation_ends_its_thread(ranks):
         assert "megascale-groups" not in observed["threads"]
 
 
-def call_another_server(rank: int, world: int) -> dict[str, Any]:
+def call_another_server(rank: int, world: int, server_port: int) -> dict[str, Any]:
     """Open a connection of another thread while gloo's backends are made, and drop the complete backends."""
     torch.set_num_threads(1)
     first = start(rank, world, [])
-    server = socket.create_server(("127.0.0.1", 0))
     make_backend = torch_private.make_gloo_backend
     opened: list[socket.socket] = []
 
     def make_backend_beside_a_connection(*arguments: Any) -> Any:
-        opened.append(socket.create_connection(server.getsockname()))
+        opened.append(socket.create_connection(("127.0.0.1", server_port)))
         return make_backend(*arguments)
 
     torch_private.make_gloo_backend = make_backend_beside_a_connection
     preparation = prepare(rank, world, [], store=first.root_store)
     reach_boundary(rank, preparation, world)
-    noted_count = len(preparation.sockets)
+    observed: dict[str, Any] = {"noted": len(preparation.sockets), "error": ""}
     preparation.abandon("the job is paused")
-    other_end, _ = server.accept()
-    opened[0].sendall(b"x")
-    observed = {"received": other_end.recv(1), "noted": noted_count}
+    for connection in opened:
+        connection.sendall(b"x")
     try:
         preparation.backends["world"]["cpu"].allreduce([torch.ones(1)]).wait()
-        observed["error"] = ""
     except RuntimeError as error:
         observed["error"] = str(error)
     observed["sum"] = sum_ranks(rank)
@@ -297,9 +294,14 @@ def call_another_server(rank: int, world: int) -> dict[str, Any]:
 
 
 def test_connections_of_other_threads_survive_the_drop_of_a_preparation(ranks):
-    ranks.start(call_another_server, range(2), 2)
-    for observed in ranks.results(2).values():
-        assert observed["received"] == b"x"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ranks.start(call_another_server, range(2), 2, server.getsockname()[1])
+        observed_by_rank = ranks.results(2)
+        server.settimeout(LIMIT)
+        for _ in observed_by_rank:
+            connection, _ = server.accept()
+            assert connection.recv(1) == b"x"
+    for observed in observed_by_rank.values():
         assert observed["noted"] > 0
         assert observed["error"]
         assert observed["sum"] == 0b11

@@ -118,6 +118,7 @@ class Engine:
         runtime: recorder, streams and kernels; default: a new one, which records nothing.
         fields: optional fields that all micro-batches carry. If replicas read different numbers of micro-batches, the
             engine adds loss weights.
+        draws_weights: whether to draw initial weights. Otherwise they are 0, and the caller loads all of them.
 
     Attributes:
         attention_choices: attention kernels by kind of device and shape, to be saved with the run.
@@ -144,6 +145,7 @@ class Engine:
         earlier_choices: Choices | None = None,
         runtime: Runtime | None = None,
         fields: SampleFields = NO_FIELDS,
+        draws_weights: bool = True,
     ) -> None:
         config, grid = layout.config, layout.grid
         stopwatch = Stopwatch()
@@ -180,10 +182,11 @@ class Engine:
         gathers_in_float8 = self._choose_float8_gathers()
         self.chunks: list[Chunk] = []
         self.buffers: list[ParamAndGradBuffer] = []
-        self._make_chunks(coordinate.pipeline, axes)
+        self._make_chunks(coordinate.pipeline, axes, draws_weights=draws_weights)
         stopwatch.end_phase("model")
         self.data_parallel = self._make_data_parallel(axes, coordinate.pipeline, gathers_in_float8)
-        self.data_parallel.initialise_slots(partial(initialise_parameter, seed=config.train.seed))
+        if draws_weights:
+            self.data_parallel.initialise_slots(partial(initialise_parameter, seed=config.train.seed))
         stopwatch.end_phase("data parallelism")
         self.optimizer = self._make_optimizer(axes, coordinate)
         stopwatch.end_phase("optimizer")
@@ -355,8 +358,8 @@ class Engine:
             self.active["parameters gathered in"] = "nothing is gathered: there is one data-parallel rank"
         return gathers_in_float8
 
-    def _make_chunks(self, stage: int, axes: Axes) -> None:
-        """Make this stage's chunks of the model in their flat buffers, with initial values."""
+    def _make_chunks(self, stage: int, axes: Axes, *, draws_weights: bool) -> None:
+        """Make this stage's chunks of the model in their flat buffers, with initial values if `draws_weights`."""
         config, grid = self.config, self.layout.grid
         # A precision that can gather float8 gives matrices buckets of their own even if it does not gather float8. The
         # shards, and therefore the bits of sums over shards, do not depend on that choice.
@@ -376,9 +379,9 @@ class Engine:
             )
             self.chunks.append(chunk)
             self.buffers.append(buffer)
-            if buffer.zero < 3:
+            if draws_weights and buffer.zero < 3:
                 initialise(chunk, config.train.seed)
-            else:
+            elif draws_weights:
                 buffer.initialise_resident(config.train.seed)
         if config.parallel.offload_activations:
             input_copies = InputCopies(self.device)

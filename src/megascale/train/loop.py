@@ -156,6 +156,7 @@ class Trainer:
         self.clock = StepClock(device)
         self._reused_slots: Sequence[StagingSlot] = ()
         self._has_rejoined = False  # true if the engine has outlived an attempt
+        self._needs_state = False  # true if the engine has no initial weights, so that a state must be loaded
         self._live: LiveState | None = None  # state that this process has kept; None if it ends with its attempt
         self._stored: checkpoint.StoredState | None = None  # newest commit, if it was read before the load
         self._has_state = False  # true once the state of a step is complete in the engine
@@ -381,7 +382,7 @@ class Trainer:
     def _make_engine(self, earlier_choices: attention_choice.Choices) -> None:
         """Take the engine that this process has retained, or make a new one. Note which state this process has kept."""
         self._await_predecessors()
-        # Without a state to load, the run starts at step 0, for which only a new engine has the initial weights.
+        # Without a state to load, the run starts at step 0, for which only a new engine draws the initial weights.
         can_rejoin = self.parking is not None and self.attempt > 1 and self._can_load()
         retained = None
         if self.parking is not None:
@@ -397,6 +398,7 @@ class Trainer:
                 self.engine = engine
                 self.engine.rejoin(self.groups, earlier_choices)
                 self._has_rejoined = True
+                self._needs_state = True
                 return
             # The retained buffers do not fit the parameters that this rank has now. Its shards of the state stay until
             # the ranks that need them have received them.
@@ -408,7 +410,15 @@ class Trainer:
                 log.info("the kept state does not fit beside a new engine, so the state is loaded from memory")
                 self._live = retained.live = LiveState()
                 self._return_cached_memory()
-        self.engine = Engine(self.layout, self.groups, self.rank_info.device, earlier_choices, fields=self.feed.fields)
+        self.engine = Engine(
+            self.layout,
+            self.groups,
+            self.rank_info.device,
+            earlier_choices,
+            fields=self.feed.fields,
+            draws_weights=not can_rejoin,
+        )
+        self._needs_state = can_rejoin
         if self.parking is not None:
             self.parking.hold_updates(self.engine)
             self.parking.release_reserve()
@@ -738,7 +748,7 @@ class Trainer:
             names = ", ".join(sorted(report.zeroed_states))
             self.resume_guard.notes.append(f"{names} of optimizer.name={self.config.optimizer.name} starts at zero")
         if state is None:
-            if self._has_rejoined:
+            if self._needs_state:
                 raise TrainingError(
                     "the saved state of the run was lost after this start had seen it and before the load"
                 )
