@@ -13,7 +13,8 @@ from megascale.train.engine import Engine
 
 SIZES = ["model.layers=2", "model.hidden=32", "model.heads=4", "model.sequence_length=16", "model.vocab_size=70"]
 SETTINGS = SIZES + ["train.micro_batch=1", "train.global_batch=1", "train.precision=float32"]
-EXPERTS = ["model.mlp=experts", "model.experts.number=4", "model.experts.top_k=2"]
+EXPERTS = ["model.mlp=experts", "model.mlp_bias=false", "model.activation=swiglu", "model.norm=rmsnorm"]
+EXPERTS += ["model.experts.number=4", "model.experts.top_k=2"]
 
 
 def make_engine(settings: list[str], draws_weights: bool) -> Engine:

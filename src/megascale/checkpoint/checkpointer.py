@@ -70,7 +70,7 @@ class Checkpointer:
         reserve: size of new staging memory, relative to the present shards (see `Snapshots`).
         check: called while a method waits for the service. It raises an error if the process must leave the attempt.
         side_group: a second group of the same processes. With it, a load from running processes prepares the staging
-            memory in a thread, beside the exchange of shards. Set on all processes or on none.
+            memory in a thread during the exchange of shards. Set on all processes or on none.
 
     Attributes:
         loaded_from: source of the loaded state: "nothing", "memory", "a peer's memory", "running ranks" (also "running
@@ -379,12 +379,12 @@ class Checkpointer:
             self._base_generation = save.generation
         if self.config.background and self._side_group is not None:
             self._staging_thread = threading.Thread(
-                target=self._prepare_beside, args=(Peers(self._side_group),), name="megascale-staging", daemon=True
+                target=self._prepare_in_thread, args=(Peers(self._side_group),), name="megascale-staging", daemon=True
             )
             self._staging_thread.start()
 
-    def _prepare_beside(self, peers: Peers) -> None:
-        """Prepare the staging memory, in a thread of its own. An error is raised by `_open_snapshots`."""
+    def _prepare_in_thread(self, peers: Peers) -> None:
+        """Prepare the staging memory in a thread. `_open_snapshots` raises the error."""
         try:
             device = next((shard.tensor.device for shard in self.shards if shard.tensor.is_cuda), None)
             if device is not None:

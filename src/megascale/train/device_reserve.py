@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from typing import NamedTuple
 
 import torch
@@ -119,26 +118,26 @@ def reserve_memory(config: Config, world: int, device: torch.device) -> DeviceRe
     """
     if device.type != "cuda" or not _divides_blocks():
         return None
-    begin = time.monotonic()
     try:
         free_bytes, _ = torch.cuda.mem_get_info(device)
         resolved = resolve_precision(config, has_bfloat16(device))
         sizes = estimate_reserve(resolved, world, free_bytes)
         if not any(sizes):
-            log.info("no memory is reserved: %.1f GiB of the GPU are free", free_bytes / 2**30)
             return None
         reserve = DeviceReserve(sizes, device)
     except Exception as error:  # the first attempt requests the memory itself
         log.warning("memory of the GPU was not reserved: %s", error or repr(error))
         torch.cuda.empty_cache()
         return None
-    log.info(
-        "reserved %.1f GiB for state and %.1f GiB for activations in %.2f s",
-        sizes.state / 2**30,
-        sizes.activations / 2**30,
-        time.monotonic() - begin,
-    )
     return reserve
+
+
+def describe_reserve(reserve: DeviceReserve | None) -> str:
+    """Return the sizes of the blocks as text. A process that waits has no log yet."""
+    if reserve is None:
+        return "no memory of a GPU is reserved"
+    sizes = reserve.sizes
+    return f"reserved {sizes.state / 2**30:.1f} GiB for state and {sizes.activations / 2**30:.1f} GiB for activations"
 
 
 def _divides_blocks() -> bool:

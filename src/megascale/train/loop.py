@@ -435,7 +435,7 @@ class Trainer:
             torch.cuda.empty_cache()
 
     def _has_memory_for(self, live: LiveState) -> bool:
-        """Return whether a new engine fits into the device's memory beside the kept state.
+        """Return whether a new engine fits into the device's memory next to the kept state.
 
         Memory that torch's allocator has cached stays there if the device has enough besides, since each allocation of
         the new engine and of its first step would otherwise wait for the driver.

@@ -46,7 +46,7 @@ from megascale.rendezvous import groups as rank_groups
 from megascale.rendezvous.group_sockets import cut_connections, list_new_sockets, list_sockets
 from megascale.rendezvous.groups import Groups
 from megascale.rendezvous.prepared_groups import EarlierGroups, GroupPreparation, GroupTarget
-from megascale.train.device_reserve import UNCACHED_BYTES, DeviceReserve, reserve_memory
+from megascale.train.device_reserve import UNCACHED_BYTES, DeviceReserve, describe_reserve, reserve_memory
 from megascale.train.host_pauses import exclude_imports
 from megascale.train.predecessors import await_predecessors
 from megascale.train.rank_info import RankInfo
@@ -459,7 +459,8 @@ class Parking:
         self._awaits_first_attempt = False
         status.close()
         stopwatch.end_phase("wait")
-        self.warm_up_parts = f"prepared on a waiting node: {stopwatch.describe()}; of the warm-up: {parts}"
+        reserve = describe_reserve(self.reserve)
+        self.warm_up_parts = f"prepared on a waiting node: {stopwatch.describe()}; {reserve}; of the warm-up: {parts}"
         self._begin_attempt(order, folder, rank_info.rank)
         status.path.unlink(missing_ok=True)
 
