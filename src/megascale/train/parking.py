@@ -151,8 +151,8 @@ class Parking:
                 self.must_leave_after_step = False
                 self._order_time = 0.0
                 self._joining = Stopwatch()
-                self._drop_unfinished_groups()  # a process that waits for its first attempt may still make them
                 self._resumes.put(order)
+                self._drop_unfinished_groups()  # a process that waits for its first attempt may still make them
             elif isinstance(order, PrepareGroups):
                 self._note_groups_order(order)
             elif order.attempt != self._attempt:
@@ -465,9 +465,14 @@ class Parking:
         status.path.unlink(missing_ok=True)
 
     def _prepare_while_waiting(self, order: PrepareGroups, config: Config, device: torch.device) -> None:
-        """Make the groups of the first attempt of this process, and wait until they are complete or dropped."""
+        """Make the groups of the first attempt of this process, and wait until they are complete or dropped.
+
+        A later order has precedence.
+        """
         self._release_preparation()
         with self._lock:
+            if not self._resumes.empty():
+                return
             preparation = _make_preparation(order, config, device)
             preparation.is_joining = True
             self.preparation = preparation
