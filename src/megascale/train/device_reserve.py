@@ -101,10 +101,13 @@ class DeviceReserve:
         ]
         del state, small_tensors
         self.sizes = sizes
+        self._device = device
 
     def release_activations(self) -> None:
-        """Free the block for activations, which follows the allocation of the state."""
+        """Free the block for activations, after the allocation of the state. Peaks of memory count from then on."""
         self._activations = None
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
 
 
 def reserve_memory(config: Config, world: int, device: torch.device) -> DeviceReserve | None:
