@@ -12,10 +12,11 @@ from megascale.core.batch_shares import BatchShares
 from megascale.core.chunk_map import ChunkMap
 from megascale.core.grid import Grid
 from megascale.core.head_exchange import list_gather_kernels, share_heads
-from megascale.core.inventory import BLOCK_PARTS, has_experts, resolve_layers
+from megascale.core.inventory import has_experts, resolve_layers
 from megascale.core.layers import ChunkLayers, assign_layers
 from megascale.core.memory import MemoryEstimate
 from megascale.core.parameter_counts import count_stage_units
+from megascale.core.part_inventories import BLOCK_PARTS
 from megascale.core.rank_memory import estimate_rank_memory
 from megascale.core.replay_interval import list_unsupported_settings
 from megascale.core.schedule import Schedule
