@@ -122,6 +122,7 @@ class Engine:
             engine adds loss weights.
         launch_clock: measures launches for kernels.graphs=auto; None: the clock of a CUDA device. A CPU has none, and
             without a clock auto is off.
+        draws_weights: whether to draw initial weights. Otherwise they are 0, and the caller loads all of them.
 
     Attributes:
         attention_choices: attention kernels by kind of device and shape, to be saved with the run.
@@ -151,6 +152,7 @@ class Engine:
         runtime: Runtime | None = None,
         fields: SampleFields = NO_FIELDS,
         launch_clock: LaunchClock | None = None,
+        draws_weights: bool = True,
     ) -> None:
         config, grid = layout.config, layout.grid
         stopwatch = Stopwatch()
@@ -187,10 +189,11 @@ class Engine:
         gathers_in_float8 = self._choose_float8_gathers()
         self.chunks: list[Chunk] = []
         self.buffers: list[ParamAndGradBuffer] = []
-        self._make_chunks(coordinate.pipeline, axes)
+        self._make_chunks(coordinate.pipeline, axes, draws_weights=draws_weights)
         stopwatch.end_phase("model")
         self.data_parallel = self._make_data_parallel(axes, coordinate.pipeline, gathers_in_float8)
-        self.data_parallel.initialise_slots(partial(initialise_parameter, seed=config.train.seed))
+        if draws_weights:
+            self.data_parallel.initialise_slots(partial(initialise_parameter, seed=config.train.seed))
         stopwatch.end_phase("data parallelism")
         self.optimizer = self._make_optimizer(axes, coordinate)
         stopwatch.end_phase("optimizer")
@@ -369,8 +372,8 @@ class Engine:
             self.active["parameters gathered in"] = "nothing is gathered: there is one data-parallel rank"
         return gathers_in_float8
 
-    def _make_chunks(self, stage: int, axes: Axes) -> None:
-        """Make this stage's chunks of the model in their flat buffers, with initial values."""
+    def _make_chunks(self, stage: int, axes: Axes, *, draws_weights: bool) -> None:
+        """Make this stage's chunks of the model in their flat buffers, with initial values if `draws_weights`."""
         config, grid = self.config, self.layout.grid
         # A precision that can gather float8 gives matrices buckets of their own even if it does not gather float8. The
         # shards, and therefore the bits of sums over shards, do not depend on that choice.
@@ -390,9 +393,9 @@ class Engine:
             )
             self.chunks.append(chunk)
             self.buffers.append(buffer)
-            if buffer.zero < 3:
+            if draws_weights and buffer.zero < 3:
                 initialise(chunk, config.train.seed)
-            else:
+            elif draws_weights:
                 buffer.initialise_resident(config.train.seed)
         if config.parallel.offload_activations:
             input_copies = InputCopies(self.device)
@@ -1078,10 +1081,14 @@ class Engine:
         for exchange in self._list_exchanges():
             exchange.call_on_failure(hold.request)
 
-    def leave_groups(self) -> None:
+    def leave_groups(self, has_abort: bool = True, end_phase: Callable[[str], None] = lambda phase: None) -> None:
         """Drop the failed step and the groups; weights and optimizer state stay. `rejoin` sets new groups.
 
         Captured graphs are dropped too, since they hold communicators. Raises RuntimeError if the GPU has failed.
+
+        Args:
+            has_abort: whether the communicators are aborted next.
+            end_phase: called with the name of each part that has ended.
         """
         self.runtime.weight_gradients.clear()
         self.data_parallel.drop_communication()
@@ -1089,7 +1096,10 @@ class Engine:
             self.graph_choice.restart()
         if self.graphs is not None:
             self.graphs.restart()
-            gc.collect()  # NCCL keeps a communicator, and its abort waits, until no graph holds it
+            end_phase("graphs")
+            if has_abort:
+                gc.collect()  # NCCL keeps a communicator, and its abort waits, until no graph holds it
+                end_phase("garbage")
         self.chunk_forward.end_step()
         self.before_update_hooks.clear()
         self.after_update_hooks.clear()
@@ -1099,8 +1109,10 @@ class Engine:
         self.runtime.calls = NullCallLog()
         self.runtime.recorder = Recorder()
         rejoin.drop_groups(self.runtime, self.pipeline.streams)
+        end_phase("engine")
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+            end_phase("device")
 
     def set_start_step(self, step: int) -> None:
         """Set the step whose state the optimizer has. Call it before the first step of a start."""

@@ -172,6 +172,7 @@ def lose_replica(job: Launched, dice: random.Random, replicas: int) -> dict[str,
                 "last_step": joined.last_step_seconds,
                 "joining_ready": job.read_starts(),
                 "joining_left": job.read_leaves(),
+                "joining_first_step": {rank: lines[-1] for rank, lines in job.read_first_steps().items()},
                 "joining_groups": job.read_groups(),
             }
         if job.over():
