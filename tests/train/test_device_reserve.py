@@ -100,3 +100,16 @@ def test_blocks_that_the_allocator_does_not_cut_are_not_reserved(variable, monke
     assert device_reserve._divides_blocks()
     monkeypatch.setenv(variable, "max_split_size_mb:128,expandable_segments:True")
     assert not device_reserve._divides_blocks()
+
+
+@pytest.mark.parametrize(("spare_bytes", "is_requested"), [(0, True), (-1, False)])
+def test_a_rank_with_graphs_requests_memory_for_eager_steps(spare_bytes, is_requested, monkeypatch) -> None:
+    resolved = resolve([], world=4)
+    activations = estimate_reserve(resolved, 4, PLENTY).activations
+    requests: list[int] = []
+    monkeypatch.setattr(device_reserve, "_divides_blocks", lambda: True)
+    free_bytes = UNCACHED_BYTES + activations + spare_bytes
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, PLENTY))
+    monkeypatch.setattr(torch, "empty", lambda size, **_: requests.append(size))
+    assert device_reserve.cache_activations(resolved, 4, torch.device("cuda", 0)) == is_requested
+    assert requests == [activations] * is_requested

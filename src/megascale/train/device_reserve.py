@@ -78,6 +78,11 @@ def _count_state_bytes(config: Config, estimate: MemoryEstimate) -> int:
     return _round_up(int(state * _STATE_MARGIN))
 
 
+def _count_activation_bytes(estimate: MemoryEstimate) -> int:
+    """Return the bytes that a rank's eager step needs in addition to its state."""
+    return _round_up(estimate.activations + estimate.logits + estimate.workspace)
+
+
 def _round_up(size: int) -> int:
     """Return the next multiple of a block's granularity."""
     return -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
@@ -133,6 +138,29 @@ def reserve_memory(config: Config, world: int, device: torch.device) -> DeviceRe
         torch.cuda.empty_cache()
         return None
     return reserve
+
+
+def cache_activations(config: Config, world: int, device: torch.device) -> bool:
+    """Let torch's allocator request memory for eager steps, and return whether it did.
+
+    A rank that replays CUDA graphs has returned this memory, and the first steps of its next attempt are eager.
+
+    Args:
+        config, world: as for `estimate_reserve`.
+    """
+    if device.type != "cuda" or not _divides_blocks():
+        return False
+    layout = lay_out(config, world)
+    size = min(_count_activation_bytes(layout.stage_memory(stage)[0]) for stage in range(layout.grid.pipeline))
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    if size + UNCACHED_BYTES > free_bytes:
+        return False
+    try:
+        torch.empty(size, dtype=torch.uint8, device=device)  # the allocator keeps the memory of this tensor
+    except RuntimeError as error:  # the next attempt requests the memory itself
+        log.warning("memory for eager steps was not requested: %s", error)
+        return False
+    return True
 
 
 def describe_reserve(reserve: DeviceReserve | None) -> str:

@@ -46,7 +46,7 @@ from megascale.train.callbacks import Callbacks, RunView
 from megascale.train.check_cost import CheckCost
 from megascale.train.checkpoint_policy import CheckpointPolicy
 from megascale.train.claim import take_run_locks
-from megascale.train.device_reserve import UNCACHED_BYTES, count_cached_bytes
+from megascale.train.device_reserve import UNCACHED_BYTES, cache_activations, count_cached_bytes
 from megascale.train.ending import Ending, Interrupts
 from megascale.train.engine import Engine
 from megascale.train.evaluation import Evaluation, evaluate_file
@@ -637,6 +637,8 @@ class Trainer:
         if preparation.warm_up(FIRST_CALLS_SECONDS):
             seconds = time.monotonic() - begin
             memory = ""
+            if self.engine.graphs is not None:
+                cache_activations(preparation.target.config, preparation.target.world, device)
             if device.type == "cuda":
                 memory = f"; {torch.cuda.mem_get_info(device)[0] / 2**30:.2f} GiB of the GPU are free"
             log.info(
