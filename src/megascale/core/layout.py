@@ -114,13 +114,23 @@ class Layout:
             return None
         return assign_chunk_slots(self.schedule(), stage)
 
-    def stage_memory(self, stage: int, limit: float | None = None) -> tuple[MemoryEstimate, str]:
+    def stage_memory(
+        self, stage: int, limit: float | None = None, measures_launches: bool = False
+    ) -> tuple[MemoryEstimate, str]:
         """Return the peak memory of a GPU's rank of `stage`, and why its chunks are not CUDA graphs ("" if they are).
 
         Args:
             limit: bytes that the rank may use, if known. kernels.graphs=auto uses graphs only if they fit.
+            measures_launches: as for `explain_no_graphs`.
         """
-        return estimate_rank_memory(self.config, self.grid, self.schedule(), stage, limit)
+        return estimate_rank_memory(
+            self.config,
+            self.grid,
+            schedule=self.schedule(),
+            stage=stage,
+            available_bytes=limit,
+            measures_launches=measures_launches,
+        )
 
     def stage_layers(self, stage: int) -> list[ChunkLayers]:
         """Return the layers of each chunk of a stage, chunk 0 first."""
