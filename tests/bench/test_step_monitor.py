@@ -29,7 +29,8 @@ def test_lines_have_seconds_per_step_and_load(capsys):
     take_step(1, 1.2)
     assert capsys.readouterr().out.splitlines() == [
         "a: the first step is not complete after 4 s",
-        "a: warm-up step 3 of 3, 8.6667 s per step, load of the slowest rank 1.30",
+        "a: warm-up step 1 of 3, 15.0000 s per step, load of the slowest rank 1.50",
+        "a: warm-up step 3 of 3, 5.5000 s per step, load of the slowest rank 1.30",
         "a: timed step 1 of 4, 4.0000 s per step, load of the slowest rank 1.30 in step 3, no step has ended for 12 s",
     ]
     assert monitor.describe() == "timed step 2 of 4, 13.0000 s per step, load of the slowest rank 1.20"
