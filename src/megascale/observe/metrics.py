@@ -309,7 +309,14 @@ def open_sinks(request: SinkRequest) -> Iterator[MetricSink]:
     enabled = {"tensorboard": observe.tensorboard and has_tensorboard(), "wandb": observe.wandb is not None}
     names = [name for name, is_enabled in enabled.items() if is_enabled]
     for name in dict.fromkeys(names + observe.sinks):
-        yield SINK_FACTORIES[name](request)
+        sink = SINK_FACTORIES[name](request)
+        for method in ("write", "close"):
+            if not callable(getattr(sink, method, None)):
+                raise ConfigError(
+                    f"observe.sinks={name}: {type(sink).__name__} has no method `{method}`; a sink has "
+                    "write(record) and close()"
+                )
+        yield sink
 
 
 def _format_count(count: float) -> str:
