@@ -15,17 +15,20 @@ from megascale.api import load_config, train
 from megascale.config import LrConfig
 from megascale.config.parts import ACTIVATIONS, CALLBACKS, LR_SCHEDULES, OPTIMIZERS, SINKS, OptimizerFacts
 from megascale.core.batch import SampleFields
+from megascale.core.inventory import MLP_PARTS, PartInventory
 from megascale.data.dataset.formats import FORMATS, open_tokens
 from megascale.data.dataset.token_file import TokenFile
 from megascale.errors import ConfigError, DataError, TrainingError
+from megascale.model import mlp, norm
 from megascale.observe import metrics
 from megascale.ops import activation
 from megascale.ops.token_loss import TokenLogits
 from megascale.optim import learning_rate, rules
 from megascale.optim.base import UpdateRule
 from megascale.train import callbacks
-from megascale.train.part_checks import check_activation, check_token_loss
+from megascale.train.part_checks import check_activation, check_norm, check_token_loss
 from tests.conftest import lines
+from tests.extend import parts
 
 CPU = torch.device("cpu")
 
@@ -114,6 +117,46 @@ def test_right_activations_are_accepted(own_activation):
     activation.ACTIVATION_OPERATORS.pop("own")
     ACTIVATIONS.pop("own")
     own_activation(lambda x: torch.relu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], gated=True)
+
+
+@pytest.fixture
+def own_norm() -> Iterator[Callable[..., None]]:
+    """Check a norm under the name `own`."""
+
+    def check(function: Callable[..., Any], bias: bool = False) -> None:
+        norm.register("own", norm.NormOperators(function), bias)
+        check_norm("own", 8, CPU, torch.float32)
+
+    yield check
+    for registry in (norm.NORMS, norm.NORM_OPERATORS):
+        registry.pop("own", None)
+
+
+def divide_by_mean(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return x / (x.abs().mean(-1, keepdim=True) + eps) * weight
+
+
+@pytest.mark.parametrize(
+    ("function", "bias", "message"),
+    [
+        (lambda x, weight, bias, eps: x / (x.abs().mean(-1, keepdim=True) + eps), False, "with respect to its weight"),
+        (divide_by_mean, True, "with respect to its bias"),
+        (lambda x, weight, bias, eps: x.detach() * weight, False, "with respect to its argument"),
+        (lambda x, weight, bias, eps: x.div_(x.abs().mean(-1, keepdim=True)) * weight, False, "in place"),
+        (lambda x, weight, bias, eps: x / x.std() * weight, False, "depends on other tokens"),
+        (lambda x, weight, bias, eps: x.double() * weight, False, "returned torch.float64"),
+        (lambda x, weight, bias, eps: x * weight + bias, False, "raised TypeError"),
+        (lambda x, weight: x * weight, False, "raised TypeError"),
+        (lambda x, weight, bias, eps: None, False, "returned NoneType"),
+    ],
+)
+def test_a_norm_with_a_mistake_is_refused(own_norm, function, bias, message):
+    with pytest.raises(ConfigError, match=rf"model\.norm=own: the norm.*{message}"):
+        own_norm(function, bias)
+
+
+def test_a_right_norm_is_accepted(own_norm):
+    own_norm(divide_by_mean)
 
 
 @pytest.fixture
@@ -369,6 +412,91 @@ def test_state_names_that_are_not_a_tuple_of_texts_are_refused(names):
     with pytest.raises(ConfigError, match=r"optimizer\.name=own: the state names of a parameter are"):
         rules.register("own", OptimizerFacts(lambda name, shape: names), Descent)
     assert "own" not in rules.RULES
+
+
+class OwnMlp(parts.ScaledMlp):
+    """A dense MLP with a learnt scale."""
+
+    def __init__(self, at: Any) -> None:
+        super().__init__(at)
+        self.add_mistake()
+
+    def add_mistake(self) -> None:
+        pass
+
+
+class WithBuffer(OwnMlp):
+    def add_mistake(self) -> None:
+        self.register_buffer("mean", torch.zeros(1))
+
+
+class WithConstant(OwnMlp):
+    def add_mistake(self) -> None:
+        self.register_buffer("table", torch.zeros(1), persistent=False)
+
+
+class WithLinear(OwnMlp):
+    def add_mistake(self) -> None:
+        self.gate = torch.nn.Linear(2, 2)
+
+
+class WithTensor(OwnMlp):
+    def add_mistake(self) -> None:
+        self.gate = torch.ones(2, requires_grad=True)
+
+
+class Frozen(OwnMlp):
+    def add_mistake(self) -> None:
+        self.scale.requires_grad_(False)
+
+
+class WithoutScale(OwnMlp):
+    def add_mistake(self) -> None:
+        del self.scale
+
+
+class Unused(OwnMlp):
+    def forward(self, inner: torch.Tensor, projection: Any) -> Any:
+        return mlp.DenseMlp.forward(self, inner * self.scale.data, projection)
+
+
+@pytest.fixture
+def own_mlp(tiny: Path) -> Iterator[Callable[[Any], Any]]:
+    """Train with an MLP under the name `own`."""
+
+    def run(module: Any, list_tensors: Any = parts.scaled_tensors) -> Any:
+        mlp.register("own", module, PartInventory(list_tensors, parts.scaled_keeps))
+        return train(load_config(tiny, ["--model.mlp=own", "--train.steps=2"]))
+
+    yield run
+    for registry in (mlp.MLPS, mlp.MLP_MODULES, MLP_PARTS):
+        registry.pop("own", None)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (WithBuffer, r"\(WithBuffer\) has the buffer mean, which no checkpoint contains"),
+        (WithLinear, r"\(WithLinear\) has the parameter gate\.weight, which would not be trained or saved"),
+        (WithTensor, r"\(WithTensor\) has the tensor gate, which would not be trained or saved"),
+        (Frozen, r"\(Frozen\) has the parameter scale with requires_grad=False"),
+        (WithoutScale, r"layers\.0\.mlp\.scale is declared by the inventory .*, and no module holds it"),
+        (Unused, r"layers\.\d\.mlp\.scale: the first step computed no gradient"),
+    ],
+)
+def test_a_module_with_a_mistake_is_refused(own_mlp, module, message):
+    with pytest.raises(ConfigError, match=message):
+        own_mlp(module)
+
+
+def test_layers_whose_tensors_share_a_name_are_refused(own_mlp):
+    with pytest.raises(ConfigError, match=r"all\.mlp\.in\.weight is declared more than once"):
+        own_mlp(OwnMlp, lambda layer, name: parts.scaled_tensors(layer, "all"))
+
+
+@pytest.mark.parametrize("module", [OwnMlp, WithConstant])
+def test_right_modules_are_accepted(own_mlp, module):
+    assert own_mlp(module).finished
 
 
 class OwnFormat(TokenFile):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import secrets
 import sys
 import time
@@ -52,15 +53,29 @@ class SinkRequest:
 
 
 class JsonLines:
-    """Appends records to a file, one JSON object per line, and flushes each."""
+    """Appends records to a file, one JSON object per line, and flushes each.
+
+    If the file is renamed or removed meanwhile (log rotation), the next record begins a new file.
+    """
 
     def __init__(self, file: Path) -> None:
+        self._file = file
         self._out = open(file, "a")  # noqa: SIM115 - closed by close()
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record."""
+        if not self._is_current() and self._file.parent.is_dir():
+            self._out.close()
+            self._out = open(self._file, "a")  # noqa: SIM115 - closed by close()
         self._out.write(strict_json.dumps(record) + "\n")
         self._out.flush()
+
+    def _is_current(self) -> bool:
+        """Return whether the open file still has its name."""
+        try:
+            return os.path.samestat(os.stat(self._file), os.fstat(self._out.fileno()))
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Close the file."""
@@ -310,13 +325,19 @@ def open_sinks(request: SinkRequest) -> Iterator[MetricSink]:
     names = [name for name, is_enabled in enabled.items() if is_enabled]
     for name in dict.fromkeys(names + observe.sinks):
         sink = SINK_FACTORIES[name](request)
-        for method in ("write", "close"):
-            if not callable(getattr(sink, method, None)):
-                raise ConfigError(
-                    f"observe.sinks={name}: {type(sink).__name__} has no method `{method}`; a sink has "
-                    "write(record) and close()"
-                )
+        if name not in SINK_FACTORIES.builtin_names:
+            _check_sink(name, sink)
         yield sink
+
+
+def _check_sink(name: str, sink: object) -> None:
+    """Raise ConfigError if a package's sink lacks a method."""
+    for method in ("write", "close"):
+        if not callable(getattr(sink, method, None)):
+            raise ConfigError(
+                f"observe.sinks={name}: {type(sink).__name__} has no method `{method}`; a sink has write(record) and "
+                "close()"
+            )
 
 
 def _format_count(count: float) -> str:

@@ -49,6 +49,7 @@ from megascale.train.engine import Engine
 from megascale.train.evaluation import Evaluation, evaluate_file
 from megascale.train.host_pauses import GarbageCollector, HostPauses
 from megascale.train.injected_faults import FaultInjector
+from megascale.train.module_checks import check_gradients
 from megascale.train.parking import LeaveAttempt, Parking, RetainedState
 from megascale.train.part_checks import check_parts
 from megascale.train.predecessors import await_predecessors
@@ -890,6 +891,8 @@ class Trainer:
             sum_weights=self._sum_weights,
         )
         self.clock.stop()
+        if step == self._first_step:
+            check_gradients(self.engine.chunks, self.engine.data_parallel)
         self.pauses.record(recorder)
         recorder.end_step()
         self.telemetry.end_step()

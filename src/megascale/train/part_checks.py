@@ -1,4 +1,4 @@
-"""Checks of a package's loss, activation and learning-rate schedule before the first step.
+"""Checks of a package's loss, activation, norm and learning-rate schedule before the first step.
 
 A part that breaks its contract often trains without an error, and its weights are wrong. Each check calls the part with
 small random tensors, or with the steps of the run. It needs no other rank, so that all ranks refuse the same part.
@@ -7,16 +7,17 @@ Built-in parts are not called.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megascale.config import Config, ModelConfig
-from megascale.config.parts import ACTIVATIONS
+from megascale.config.parts import ACTIVATIONS, NORMS
 from megascale.core.inventory import resolve_layers
 from megascale.errors import ConfigError, MegascaleError
+from megascale.model.norm import NORM_OPERATORS
 from megascale.ops.activation import ACTIVATION_OPERATORS
 from megascale.ops.token_loss import TOKEN_LOSSES, TokenLogits, TokenLoss
 from megascale.optim.learning_rate import check_schedule
@@ -38,6 +39,9 @@ def check_parts(config: Config, device: torch.device) -> None:
         for activation, width in _list_activations(config.model).items():
             if activation not in ACTIVATION_OPERATORS.builtin_names:
                 check_activation(activation, width, device, dtype)
+        for norm in sorted({layer.norms.name for layer in resolve_layers(config.model)}):
+            if norm not in NORM_OPERATORS.builtin_names:
+                check_norm(norm, config.model.hidden, device, dtype)
 
 
 def _list_activations(model: ModelConfig) -> dict[str, int]:
@@ -105,44 +109,91 @@ def check_activation(name: str, width: int, device: torch.device, dtype: torch.d
                 f"{setting}: the activation is a module with the tensors {', '.join(states)}, which are neither "
                 "trained nor saved; register an MLP that declares them as logical tensors (docs/extending.md)"
             )
-    columns = 2 * width if ACTIVATIONS[name].gated else width
-    x = torch.randn(_TOKENS, 2, columns, device=device, dtype=dtype)
+    is_gated = ACTIVATIONS[name].gated
+    if is_gated:
+        expected = "half as many columns as its argument, since it is registered with gated=True"
+    else:
+        expected = "the shape of its argument; an activation that halves the columns is registered with gated=True"
+    x = torch.randn(_TOKENS, 2, 2 * width if is_gated else width, device=device, dtype=dtype)
+    _check_row_function(setting, "activation", function, x, (_TOKENS, 2, width), expected)
+
+
+def check_norm(name: str, width: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ConfigError unless the norm is a differentiable function of each token that uses its weight and bias.
+
+    Args:
+        width: number of columns.
+        dtype: type of the model's weights and activations.
+    """
+    weight = torch.randn(width, device=device, dtype=dtype).requires_grad_()
+    tensors = {"its weight": weight}
+    bias = None
+    if NORMS[name].bias:
+        bias = torch.randn(width, device=device, dtype=dtype).requires_grad_()
+        tensors["its bias"] = bias
+
+    def apply_norm(x: Tensor) -> Tensor:
+        return NORM_OPERATORS[name].norm(x, weight, bias, 1e-5)
+
+    x = torch.randn(_TOKENS, 2, width, device=device, dtype=dtype)
+    _check_row_function(
+        f"model.norm={name}", "norm", apply_norm, x, tuple(x.shape), "the shape of its argument", tensors
+    )
+
+
+def _check_row_function(
+    setting: str,
+    kind: str,
+    function: Callable[[Tensor], Tensor],
+    x: Tensor,
+    shape: tuple[int, ...],
+    expected: str,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Raise ConfigError unless `function` maps each row of x differentiably to a row of the result.
+
+    Args:
+        shape: shape of the result.
+        expected: description of the shape, for messages.
+        tensors: parameters by name that must get a gradient too.
+    """
     argument = x.clone()
     with torch.enable_grad():
         leaf = x.clone().requires_grad_()
         # Not a leaf, as in training: autograd refuses operations in place on leaves with another message.
         inner = leaf.clone()
-        result = _call(setting, "activation", function, inner)
-    shape = (_TOKENS, 2, width)
-    if ACTIVATIONS[name].gated:
-        expected = "half as many columns as its argument, since it is registered with gated=True"
-    else:
-        expected = "the shape of its argument; an activation that halves the columns is registered with gated=True"
-    _require_tensor(setting, "activation", result, shape, expected)
-    if result.dtype != dtype:
+        result = _call(setting, kind, function, inner)
+    _require_tensor(setting, kind, result, shape, expected)
+    if result.dtype != x.dtype:
         raise ConfigError(
-            f"{setting}: the activation returned {result.dtype} for {dtype}; return the type of its argument, such as "
+            f"{setting}: the {kind} returned {result.dtype} for {x.dtype}; return the type of its argument, such as "
             "with result.to(x.dtype)"
         )
-    _require_gradient(setting, "activation", result, leaf, "its argument")
     with torch.no_grad():
-        plain = _call(setting, "activation", function, argument)
+        plain = _call(setting, kind, function, argument)
         if not torch.equal(argument, x) or not torch.equal(inner, x):
             raise ConfigError(
-                f"{setting}: the activation changes its argument in place, which backward reads again; use the "
-                "operation without a trailing underscore"
+                f"{setting}: the {kind} changes its argument in place, which backward reads again; use the operation "
+                "without a trailing underscore"
             )
-        if not torch.equal(plain, result):
+        if not _is_close(plain, result):
             raise ConfigError(
-                f"{setting}: the activation is random, and a recomputed or repeated step would get other values; "
-                "use model.dropout for noise"
+                f"{setting}: the {kind} is random, and a recomputed or repeated step would get other values; use "
+                "model.dropout for noise"
             )
-        part = _call(setting, "activation", function, x[1:3].clone())
-    if not torch.allclose(part.float(), result[1:3].detach().float(), rtol=2e-2, atol=1e-3, equal_nan=True):
+        part = _call(setting, kind, function, x[1:3].clone())
+    for name, tensor in {"its argument": leaf, **(tensors or {})}.items():
+        _require_gradient(setting, kind, result, tensor, name)
+    if not _is_close(part, result[1:3]):
         raise ConfigError(
-            f"{setting}: the activation of a token depends on other tokens of its micro-batch, which depends on the "
+            f"{setting}: the {kind} of a token depends on other tokens of its micro-batch, which depends on the "
             "layout; compute each token's result from its own row"
         )
+
+
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    """Return whether two results differ at most by rounding."""
+    return torch.allclose(a.detach().float(), b.detach().float(), rtol=2e-2, atol=1e-3, equal_nan=True)
 
 
 def _call(setting: str, kind: str, function: Callable[..., Any], argument: object) -> Any:
@@ -174,6 +225,6 @@ def _require_gradient(setting: str, kind: str, result: Tensor, source: Tensor, s
     remedy = "use differentiable operations, without detach(), item() and NumPy"
     gradient = None
     if result.requires_grad:
-        (gradient,) = torch.autograd.grad(result.sum(), source, allow_unused=True)
+        (gradient,) = torch.autograd.grad(result.sum(), source, allow_unused=True, retain_graph=True)
     if gradient is None:
         raise ConfigError(f"{setting}: the {kind} has no gradient with respect to {source_name}; {remedy}")
