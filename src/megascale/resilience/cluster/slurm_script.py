@@ -128,8 +128,8 @@ def _check_options(config: Config) -> None:
     if seconds and seconds <= signal_seconds + _EARLY_SECONDS:
         raise ConfigError(
             f"the time limit {limit} (slurm.time) is {seconds} s, and the job saves {signal_seconds} s before it, or "
-            f"up to {_EARLY_SECONDS} s earlier, so that each job would end before it trains; raise slurm.time, or lower "
-            "the time with --resilience.sbatch=--signal=B:USR1@SECONDS"
+            f"up to {_EARLY_SECONDS} s earlier, so that each job would end before it trains; raise slurm.time, or "
+            "lower the time with --resilience.sbatch=--signal=B:USR1@SECONDS"
         )
 
 
