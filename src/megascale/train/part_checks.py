@@ -61,7 +61,8 @@ def check_token_loss(setting: str, loss: TokenLoss, vocab_size: int, device: tor
         dtype: type of the model's weights; logits are float32 or wider.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    values = torch.randn(_TOKENS, vocab_size, device=device, dtype=wide)
+    sizes = torch.linspace(0.25, 4.0, _TOKENS, device=device, dtype=wide)
+    values = torch.randn(_TOKENS, vocab_size, device=device, dtype=wide) * sizes[:, None]
     targets = torch.randint(vocab_size, (_TOKENS,), device=device)
 
     def compute(rows: slice) -> tuple[TokenLogits, Tensor]:
@@ -157,6 +158,8 @@ def _check_row_function(
         expected: description of the shape, for messages.
         tensors: parameters by name that must get a gradient too.
     """
+    # Rows of different sizes, so that statistics over several rows differ from those over fewer.
+    x = x * torch.linspace(0.25, 4.0, len(x), device=x.device, dtype=x.dtype)[:, None, None]
     argument = x.clone()
     with torch.enable_grad():
         leaf = x.clone().requires_grad_()
