@@ -49,8 +49,9 @@ def check_tensors(chunk: nn.Module, layers: ChunkLayers, model: ModelConfig, tra
                     f"{name} has the parameter {key} with requires_grad=False, and all declared tensors are trained; "
                     "compute a constant in forward, or register a buffer with persistent=False"
                 )
+        own_ids = {id(parameter) for parameter in module.parameters()}
         for key, tensor in vars(module).items():
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and id(tensor) not in own_ids:
                 raise ConfigError(f"{name} has the tensor {key}, which would not be trained or saved; {_REMEDY}")
         for submodule_path, submodule in module.named_modules():
             for key in submodule._buffers.keys() - submodule._non_persistent_buffers_set:

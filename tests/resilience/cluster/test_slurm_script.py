@@ -146,12 +146,12 @@ def test_sbatch_reads_the_slurm_section_as_it_was_given(settings):
 
 def test_slurm_section_is_explained_and_stands_before_free_options():
     settings = SlurmConfig(time="1-12", attempts=4, partition="gpu")
-    text = make_batch_script(Config(slurm=settings, resilience=ResilienceConfig(sbatch="--time=5")), 0, [], [], "")
+    text = make_batch_script(Config(slurm=settings, resilience=ResilienceConfig(sbatch="--time=50")), 0, [], [], "")
     lines = text.splitlines()
     assert lines[lines.index("#SBATCH --time=1-12") - 1] == "# The time limit of one job (slurm.time)"
     assert "#SBATCH --array=1-4%1" in lines
     words = sbatch_words(text)
-    assert words.index("--time=5") > words.index("--time=1-12")
+    assert words.index("--time=50") > words.index("--time=1-12")
 
 
 @pytest.mark.parametrize(
