@@ -67,9 +67,9 @@ def check_tensors(chunk: nn.Module, layers: ChunkLayers, model: ModelConfig, tra
             f"{repeated[0]} is declared more than once, and a checkpoint would contain one of the tensors; begin its "
             "name with the name of the layer, which the inventory receives"
         )
-    held = {piece.name for parameter in chunk.parameters() for piece in get_spec(parameter).pieces}
+    present_names = {piece.name for parameter in chunk.parameters() for piece in get_spec(parameter).pieces}
     for tensor in _list_layer_tensors(layers, model):
-        if tensor.name not in held:
+        if tensor.name not in present_names:
             raise ConfigError(
                 f"{tensor.name} is declared by the inventory of the layer's parts, and no module holds it; make it "
                 "with local_parameter, or leave it out of the inventory. A module must not be shared by layers"
