@@ -15,7 +15,7 @@ from megascale.api import load_config, train
 from megascale.config import LrConfig
 from megascale.config.parts import ACTIVATIONS, CALLBACKS, LR_SCHEDULES, OPTIMIZERS, SINKS, OptimizerFacts
 from megascale.core.batch import SampleFields
-from megascale.core.inventory import MLP_PARTS, PartInventory
+from megascale.core.inventory import MLP_PARTS, PartInventory, layer_inventory
 from megascale.data.dataset.formats import FORMATS, open_tokens
 from megascale.data.dataset.token_file import TokenFile
 from megascale.errors import ConfigError, DataError, TrainingError
@@ -467,11 +467,13 @@ def own_mlp(tiny: Path) -> Iterator[Callable[[Any], Any]]:
 
     def run(module: Any, list_tensors: Any = parts.scaled_tensors) -> Any:
         mlp.register("own", module, PartInventory(list_tensors, parts.scaled_keeps))
+        layer_inventory.cache_clear()  # an earlier test may have registered another MLP under the name
         return train(load_config(tiny, ["--model.mlp=own", "--train.steps=2"]))
 
     yield run
     for registry in (mlp.MLPS, mlp.MLP_MODULES, MLP_PARTS):
         registry.pop("own", None)
+    layer_inventory.cache_clear()
 
 
 @pytest.mark.parametrize(
