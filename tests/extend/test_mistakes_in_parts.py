@@ -493,7 +493,7 @@ def test_a_module_with_a_mistake_is_refused(own_mlp, module, message):
 
 
 def test_layers_whose_tensors_share_a_name_are_refused(own_mlp):
-    with pytest.raises(ConfigError, match=r"all\.mlp\.in\.weight is declared more than once"):
+    with pytest.raises(ConfigError, match=r"all\.mlp\.\w+\.\w+ is declared more than once"):
         own_mlp(OwnMlp, lambda layer, name: parts.scaled_tensors(layer, "all"))
 
 
