@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import secrets
 import sys
 import time
@@ -23,7 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from megascale.config import Config
 from megascale.config.parts import SINKS, PartFacts
 from megascale.config.registry import Registry
-from megascale.core import strict_json
+from megascale.core.json_lines import append_record
 from megascale.errors import ConfigError, describe_install
 
 
@@ -53,33 +52,22 @@ class SinkRequest:
 
 
 class JsonLines:
-    """Appends records to a file, one JSON object per line, and flushes each.
+    """Appends records to a file, one JSON object per line.
 
-    If the file is renamed or removed meanwhile (log rotation), the next record begins a new file.
+    Each record opens the file by its name. Rank 0 of another start may replace the file by a shorter one, and an open
+    file would then be the replaced one, whose records no reader sees.
     """
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._out = open(file, "a")  # noqa: SIM115 - closed by close()
+        self._file.touch()
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record."""
-        if not self._is_current() and self._file.parent.is_dir():
-            self._out.close()
-            self._out = open(self._file, "a")  # noqa: SIM115 - closed by close()
-        self._out.write(strict_json.dumps(record) + "\n")
-        self._out.flush()
-
-    def _is_current(self) -> bool:
-        """Return whether the open file still has its name."""
-        try:
-            return os.path.samestat(os.stat(self._file), os.fstat(self._out.fileno()))
-        except OSError:
-            return False
+        append_record(self._file, record)
 
     def close(self) -> None:
-        """Close the file."""
-        self._out.close()
+        """Do nothing: no file is open."""
 
 
 # Groups of metrics in TensorBoard and Weights & Biases, by prefix of the name; for other names by the whole name.
