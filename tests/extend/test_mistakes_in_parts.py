@@ -600,6 +600,21 @@ class Ending:
         return np.arange(100)[part]
 
 
+class WithoutEnd(Ending):
+    """An array whose last token cannot be read."""
+
+    def __getitem__(self, part: slice) -> Any:
+        if part.start:
+            raise StopIteration
+        return np.arange(100)[part]
+
+
+@pytest.mark.parametrize("stream", [WithoutEnd(), iter(range(100)), {0: 1}])
+def test_a_stream_without_slices_is_refused(own_format, stream):
+    with pytest.raises(DataError, match="`stream` has no slices up to its 100 tokens"):
+        own_format(array=stream)
+
+
 def test_a_stream_that_ends_early_is_named(own_format):
     file = own_format(array=Ending())
     assert file.read_range(0, 50).tolist() == list(range(50))

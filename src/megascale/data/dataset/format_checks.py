@@ -67,7 +67,13 @@ def _missing_field(file: TokenFile, name: str, field: str) -> DataError:
 def _check_array(file: TokenFile, name: str, array: Any, kinds: str) -> None:
     """Raise DataError unless the array has one element per token, of one of NumPy's kinds of types."""
     tokens = int(file.tokens)
-    first, last, after = (np.asarray(array[i : i + 1]) for i in (0, tokens - 1, tokens))
+    try:
+        first, last, after = [np.asarray(array[i : i + 1]) for i in (0, tokens - 1, tokens)]
+    except (StopIteration, LookupError, TypeError, ValueError, EOFError) as error:
+        raise DataError(
+            f"{file.prefix}: the format's `{name}` has no slices up to its {tokens:,} tokens ({type(error).__name__}: "
+            f"{error}); return a NumPy array, [tokens]"
+        ) from error
     shape = getattr(array, "shape", None)
     has_length = shape is None or shape[0] == tokens
     if first.shape != (1,) or last.shape != (1,) or len(after) or not has_length:
