@@ -230,7 +230,7 @@ def test_memory_follows_its_process_and_stays_listed_under_its_old_rank() -> Non
         for number, slot in enumerate(host.slots[rank]):
             slot.mark_complete(describe_snapshot(rank, number, f"0000000{number + 1}-a"), [])
     first, second = list(host.slots[2]), list(host.slots[3])
-    host.on_allocate(trainer, Allocate(2, PAGE, 2, inodes=tuple(slot.memory.inode for slot in second)))
+    host.on_allocate(trainer, Allocate(2, PAGE, 2, memories=tuple(slot.memory.identity for slot in second)))
     assert host.slots[2] == second
     assert 3 not in host.slots
     host.on_list_snapshots(trainer, ListSnapshots())
@@ -239,7 +239,7 @@ def test_memory_follows_its_process_and_stays_listed_under_its_old_rank() -> Non
     host.on_open_snapshot(trainer, OpenSnapshot(3, "00000002-a"))
     assert replies[-1].size == PAGE
     # A process of the former rank 2 may still claim its memory, whatever its number is now.
-    host.on_allocate(trainer, Allocate(0, PAGE, 2, inodes=tuple(slot.memory.inode for slot in first)))
+    host.on_allocate(trainer, Allocate(0, PAGE, 2, memories=tuple(slot.memory.identity for slot in first)))
     assert host.slots[0] == first
     host._drop_older(1)
     assert sorted(host.slots) == [0, 2]

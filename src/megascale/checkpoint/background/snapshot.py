@@ -28,6 +28,7 @@ import msgspec
 import torch
 
 from megascale.checkpoint.background import service, service_protocol
+from megascale.checkpoint.background.huge_pages import identify_memory
 from megascale.checkpoint.background.pending_saves import BLANK
 from megascale.checkpoint.background.replica import pair_hosts
 from megascale.checkpoint.background.replica_setup import agree_on_token, resolve_address, warn_if_reachable
@@ -52,7 +53,6 @@ from megascale.checkpoint.background.staging import (
     StagingSlot,
     choose_slot,
     count_slots,
-    identify_memory,
     make_rank_index,
     wait_for,
 )
@@ -173,7 +173,7 @@ class Snapshots:
         self.start_sequence = self.sequence  # all saves of this start have higher numbers
         self._closing = threading.Event()
         self._slots: list[StagingSlot] = []
-        self._reused_slots = {slot.inode: slot for slot in reused_slots}
+        self._reused_slots = {slot.identity: slot for slot in reused_slots}
         self._reserve = reserve
         self.kept_slot_count = 0  # slots that had been prepared before
         self._slot_threads: list[threading.Thread] = []
@@ -558,7 +558,7 @@ class Snapshots:
                 self.slot_count,
                 reserved=self._compute_reserved_size(size),
                 spare=self._compute_spare_bytes(size),
-                inodes=tuple(self._reused_slots),
+                memories=tuple(self._reused_slots),
             )
             allocated = self._service.request(request, self._index.to_bytes())
             self._service.timeout = _REPLY_TIMEOUT

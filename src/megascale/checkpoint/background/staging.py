@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from megascale.checkpoint.background.huge_pages import identify_memory
 from megascale.checkpoint.background.service_protocol import AwaitPages, StageSnapshot
 from megascale.checkpoint.background.snapshot_memory import fill_pages
 from megascale.checkpoint.format.archive import element_size
@@ -185,7 +186,7 @@ class StagingSlot:
         generation: generation of a complete snapshot that the memory already contains, or an empty text.
 
     Attributes:
-        inode: identity of the shared memory.
+        identity: identity of the shared memory (`identify_memory`).
         prepared: set once `prepare` has ended.
         has_failed: whether `prepare` failed.
         free: set while neither the slot's thread nor the service uses the slot.
@@ -201,7 +202,7 @@ class StagingSlot:
         device: torch.device,
         generation: str = "",
     ) -> None:
-        self.inode = identify_memory(descriptor)
+        self.identity = identify_memory(descriptor)
         self.map = mmap.mmap(descriptor, 0, mmap.MAP_SHARED)  # all of the memory
         self._is_mapped = False  # whether all pages are populated in this process
         self._device = device
@@ -308,11 +309,6 @@ def count_slots(config: CheckpointConfig) -> int:
     if config.slots:
         return config.slots
     return 2 if config.memory_interval else 1
-
-
-def identify_memory(descriptor: int) -> int:
-    """Return the inode of the shared memory of a descriptor, which is unique on the host while it is open."""
-    return os.fstat(descriptor).st_ino
 
 
 def choose_slot(
