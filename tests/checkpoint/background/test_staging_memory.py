@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import mmap
 import os
 import signal
@@ -383,7 +384,10 @@ def is_stopped(task: Path) -> bool:
     return (task / "stat").read_text().rpartition(") ")[2].startswith("T")
 
 
-def test_memory_comes_into_place_under_the_first_steps(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("memory_wait", [False, True])
+def test_memory_comes_into_place_under_the_first_steps(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, memory_wait: bool
+) -> None:
     """Snapshots in memory are skipped till then, and saves to disk wait. The end of the run does not wait."""
     is_ready, real = threading.Event(), StagingSlot.prepare
 
@@ -394,12 +398,15 @@ def test_memory_comes_into_place_under_the_first_steps(run: Path, monkeypatch: p
 
     monkeypatch.setattr(StagingSlot, "prepare", prepare)
     monkeypatch.setattr("megascale.checkpoint.background.snapshot._WAIT_AT_START_BYTES", 0)
-    config = background(memory_interval=1)
+    config = background(memory_interval=1, memory_wait=memory_wait)
     checkpointer = Checkpointer(config, run, full_shards(logical_state(1)))
-    assert not checkpointer.save(1, {"step": 1}, persist=False)
-    timer = threading.Timer(0.1, is_ready.set)
-    timer.start()
-    assert checkpointer.save(2, {"step": 2})
+    with caplog.at_level(logging.INFO):
+        assert not checkpointer.save(1, {"step": 1}, persist=False)
+        assert "memory for snapshots is prepared" not in caplog.text
+        timer = threading.Timer(0.1, is_ready.set)
+        timer.start()
+        assert checkpointer.save(2, {"step": 2})
+    assert caplog.text.count("memory for snapshots is prepared on all ranks") == 1
     assert is_ready.is_set()
     checkpointer.before_update()
     assert checkpointer.save(3, {"step": 3}, persist=False, wait=True)

@@ -4,9 +4,9 @@ The kernel clears, maps, page-locks and frees memory page by page. With pages of
 a tenth of the time (dev/log.md, 2026-11-28), which counts for snapshots of tens of gigabytes.
 
 The memory of `os.memfd_create` has huge pages only if the host's administrator has set
-/sys/kernel/mm/transparent_hugepage/shmem_enabled, which is `never` by default. A mounted tmpfs has a setting of its own.
-The tmpfs of this module has no path, and the kernel frees it with its last open file. Mounting needs CAP_SYS_ADMIN. A
-process without it starts a child process that has it within a user namespace, and receives the tmpfs from the child.
+/sys/kernel/mm/transparent_hugepage/shmem_enabled, which is `never` by default. A mounted tmpfs has a setting of its
+own. The tmpfs of this module has no path. The kernel frees it with its last open file. Mounting needs CAP_SYS_ADMIN.
+A process without it starts a child process that has it within a user namespace, and receives the tmpfs from the child.
 """
 
 from __future__ import annotations

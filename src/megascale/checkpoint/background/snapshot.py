@@ -167,6 +167,8 @@ class Snapshots:
         self._replica_barrier = ReplicaBarrier()
         self._connection: Conversation | None = None  # with the service of this host
         self._has_lost_service = False  # the service of this host is lost
+        self._is_memory_prepared = False  # the pages of all slots are mapped; the same on all processes
+        self._open_time = 0.0  # `time.monotonic()` when the slots were allocated
         self._has_slot_timed_out = False  # the last wait for a free slot failed; the same on all processes
         self._complete_save_count = 0  # saves of this start that all processes completed; the same on all processes
         self._newest_complete_generation = ""  # generation of the newest of these complete saves
@@ -248,8 +250,9 @@ class Snapshots:
                 self._outcomes.put(SaveOutcome(step, reason=problem, stall=time.monotonic() - start_time))
                 return False
         slot_index = self._choose_slot(wait, persist)
-        # With checkpoint.memory_wait, a save waits for a slot instead of being skipped.
-        if slot_index is None and self._config.memory_wait:
+        # With checkpoint.memory_wait, a save waits for a slot instead of being skipped. While memory is being prepared,
+        # the wait would cost more than the steps that a fault could lose.
+        if slot_index is None and self._config.memory_wait and self._is_memory_prepared:
             slot_index = self._await_slot()
         if slot_index is None:
             return False
@@ -322,8 +325,10 @@ class Snapshots:
         is_complete = [slot.is_complete for slot in self._slots]
         # The whole generation counts, because an attempt that ended early may have begun a save of the same number.
         is_not_base = [not slot.generation or slot.generation != self._base_generation for slot in self._slots]
-        # One collective for all three lists. A flag of the result holds if it holds on every process.
-        flags = self.peers.all_true_each(is_free + is_complete + is_not_base)
+        is_prepared = all(slot.prepared.is_set() for slot in self._slots)
+        # One collective for all flags. A flag of the result holds if it holds on every process.
+        flags = self.peers.all_true_each(is_free + is_complete + is_not_base + [is_prepared])
+        self._note_preparation(flags.pop())
         slot_count = len(self._slots)
         is_free = flags[:slot_count]
         is_complete = flags[slot_count : 2 * slot_count]
@@ -338,6 +343,13 @@ class Snapshots:
             waits_for_first=bool(self._base_generation) or self._config.memory_wait,
             keeps_newest=self._config.memory_wait and not self._has_slot_timed_out,
         )
+
+    def _note_preparation(self, is_prepared: bool) -> None:
+        """Store whether the memory of all processes is prepared, and log when it is for the first time."""
+        if is_prepared and not self._is_memory_prepared:
+            seconds = time.monotonic() - self._open_time
+            log.info("memory for snapshots is prepared on all ranks, %.2f s after its allocation", seconds)
+        self._is_memory_prepared = is_prepared
 
     def _wait_until_free(self, slot: StagingSlot) -> None:
         """Wait until a slot is free. The loss of the service ends the wait, and slow storage does not."""
@@ -508,6 +520,8 @@ class Snapshots:
         if problem:
             return problem
         self._closing.clear()
+        self._is_memory_prepared = False
+        self._open_time = time.monotonic()
         self._slot_connections = ServiceConnections(self._connect)
         self._commit_connections = ServiceConnections(self._connect)
         self._has_lost_service = False

@@ -4,8 +4,9 @@ The trainer copies the elements of each chunk into the memory. The service compu
 archive frames. The memory then has exactly the bytes of the file, so it is written and sent without conversion.
 
 The kernel clears a new page when it is first accessed. Small pages come at 2 GB/s with one thread and 5 GB/s with four,
-huge ones (huge_pages.py) about ten times as fast, and snapshots have tens of GB. Several threads without the interpreter lock therefore populate the pages (map and clear them) in
-advance. Python's own mmap would use one thread, and block all other threads meanwhile.
+huge ones (huge_pages.py) about ten times as fast, and snapshots have tens of GB. Several threads without the
+interpreter lock therefore populate the pages (map and clear them) in advance. Python's own mmap would use one thread,
+and block all other threads meanwhile.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ import ctypes
 import logging
 import math
 import mmap
-import os
 import queue
 import threading
 import time
@@ -205,6 +204,7 @@ class StagingSlot:
         self.identity = identify_memory(descriptor)
         self.map = mmap.mmap(descriptor, 0, mmap.MAP_SHARED)  # all of the memory
         self._is_mapped = False  # whether all pages are populated in this process
+        self._parts = "not mapped in advance"  # times of `prepare`, for the log
         self._device = device
         self._is_page_locked = False
         self._has_tried_page_lock = False
@@ -252,7 +252,8 @@ class StagingSlot:
         Raises:
             OSError: memory is insufficient, or the service has not freed it within _PREPARE_TIMEOUT seconds.
         """
-        deadline = time.monotonic() + _PREPARE_TIMEOUT
+        start_time = time.monotonic()
+        deadline = start_time + _PREPARE_TIMEOUT
         while not stop.is_set() and not service.request(question).ready:
             if time.monotonic() > deadline:
                 raise TimeoutError(
@@ -260,8 +261,11 @@ class StagingSlot:
                     "snapshot of an ended process; check that checkpoint.location accepts writes"
                 )
         if not self._is_mapped:
+            ready_time = time.monotonic()
             fill_pages(self.map, stop=stop)
             self._is_mapped = not stop.is_set()
+            mapped_seconds = time.monotonic() - ready_time
+            self._parts = f"cleared {ready_time - start_time:.2f} s after its request, mapped in {mapped_seconds:.2f} s"
 
     def mark_prepared(self) -> None:
         """Record that `prepare` has ended. Unless it failed, the slot is free from now on."""
@@ -276,8 +280,11 @@ class StagingSlot:
         this method at the same time, between steps.
         """
         if self._device.type == "cuda" and not self._has_tried_page_lock:
+            start_time = time.monotonic()
             self._is_page_locked = _page_lock(self.map)
             self._has_tried_page_lock = True
+            seconds = time.monotonic() - start_time
+            log.info("%.2f GB for a snapshot: %s, page-locked in %.2f s", len(self.map) / 1e9, self._parts, seconds)
         return self._is_page_locked
 
     def copy_chunks(self) -> Iterator[int]:
