@@ -73,6 +73,7 @@ from megascale.services.shared_token import derive_token
 log = logging.getLogger("megascale.agent")
 # A rank that has not left its attempt this long before the end of resilience.keep_seconds is asked for its stack.
 _STACK_SECONDS = 0.1
+_KILL_SECONDS = 5.0  # within which a killed fork server, which uses no device, ends
 _POLL_SECONDS = 0.01  # interval of loops that wait for processes
 # Environment variables that an attempt changes. A rank that continues in its process receives them again.
 _RESUMED_VARIABLES = (
@@ -179,7 +180,10 @@ class Trainers:
             self._note_unreported_ends()
             self._kill_ranks(self.list_running())
             self._server.kill()
-            self._server.wait()
+            try:
+                self._server.wait(_KILL_SECONDS)
+            except subprocess.TimeoutExpired:
+                log.warning("the killed fork server (process %d) has not ended", self._server.pid)
         # No report of these ends will arrive. The wait status of a killed process is the signal's number.
         for trainer in self.list_running():
             trainer.end(signal.SIGKILL, by_agent=True)
@@ -735,15 +739,23 @@ class Trainers:
         """Wait until killed ranks have freed their memory, because the next attempt needs the GPU's.
 
         If the other ranks stay in their processes, only the replacements wait (train/predecessors.py), and all ranks
-        make their groups meanwhile.
+        make their groups meanwhile. After `resilience.window` seconds only the replacements wait too, since the driver
+        evicts a node that does not report for twice as long.
 
         Args:
             how: the kind of the order to stop, as for `stop`.
         """
         if how in ("keep", "leave") and self._keeps_processes and isinstance(self.program, MegascaleTrainer):
             return
-        while self._dying_pids:
+        deadline = time.monotonic() + self._limits.window
+        while self._dying_pids and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_SECONDS)
+        if self._dying_pids:
+            log.warning(
+                "the kernel has not freed the memory of the killed processes %s within %g s; their replacements wait",
+                sorted(self._dying_pids),
+                self._limits.window,
+            )
 
     # telemetry --------------------------------------------------------------------------------------------------------
 
