@@ -112,7 +112,7 @@ def load_report(every: float, seed: int, out: Path) -> dict[str, Any]:
 
 def summarise(report: dict[str, Any]) -> dict[str, Any]:
     """Return counts, hours and mean seconds per kind over all calls of a report."""
-    kinds = {}
+    kinds: dict[str, dict[str, float]] = {}
     for kind in KINDS:
         rows = [row for row in report["faults"] if row["kind"] == kind]
         recovered = [row for row in rows if not row["problem"]]

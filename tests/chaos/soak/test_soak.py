@@ -78,7 +78,8 @@ def test_calls_of_a_soak_add_up(tmp_path, monkeypatch):
     rows = [("kill-rank", 1.0, 1, ""), ("kill-rank", 3.0, 0, ""), ("stop-rank", 11.0, 1, ""), ("kill-rank", 0, 0, "x")]
     for number, (kind, seconds, lost, problem) in enumerate(rows):
         row = {"number": number, "kind": kind, "problem": problem}
-        report["faults"].append(row if problem else row | {"total": seconds, "cost": seconds + lost, "lost": lost})
+        outcome = {"total": seconds, "cost": seconds + lost, "lost": lost, "kept": 1, "seconds": {"detect": seconds}}
+        report["faults"].append(row if problem else row | outcome)
     report["calls"] = [
         {"seconds": 1800.0, "problem": "", "remains": []},
         {"seconds": 900.0, "problem": "fault 3: x", "remains": ["process 5: sleep", "folder or file /t/a"]},

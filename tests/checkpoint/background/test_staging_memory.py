@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megascale.checkpoint import Checkpointer
 from megascale.checkpoint.background import early_slots, service, service_protocol, snapshot, staging
-from megascale.checkpoint.background.early_slots import prepare_slots
+from megascale.checkpoint.background.early_slots import EarlySlots, prepare_slots
 from megascale.checkpoint.background.service import CheckpointService
 from megascale.checkpoint.background.service_protocol import (
     FROM_SERVICE,
@@ -532,6 +532,55 @@ def test_a_waiting_process_prepares_memory_that_its_first_checkpointer_takes(run
     assert Checkpointer(config, run, full_shards(logical_state(2))).load() == {"step": 1}
 
 
+def test_memory_that_was_ordered_early_is_cleared_meanwhile_and_serves_the_checkpointer(run: Path) -> None:
+    config = background(memory_interval=1)
+    size = 1 << 20
+    early = EarlySlots(config, run, rank=0, size=1, reserved=size, spare=0, device=torch.device("cpu"))
+    slots = early.take()
+    assert [len(slot.map) for slot in slots] == [size] * 2
+    assert not early.take()
+    early.close()
+    checkpointer = Checkpointer(config, run, full_shards(logical_state(1)), reused_slots=slots)
+    assert checkpointer.save(1, {"step": 1}, persist=False, wait=True)
+    assert checkpointer.snapshots is not None
+    assert checkpointer.snapshots.kept_slot_count == 2
+    assert [slot.map for slot in checkpointer.snapshots._slots] == [slot.map for slot in slots]
+    assert [resident(slot.map) for slot in slots] == [size] * 2
+    checkpointer.finish(run_ended=False)
+    # A process that replaces this one receives its memory, although it is smaller than a new one's would be.
+    replacement = EarlySlots(config, run, rank=0, size=1, reserved=2 * size, spare=0, device=torch.device("cpu"))
+    second = Checkpointer(config, run, full_shards(logical_state(2)), reused_slots=replacement.take())
+    assert second.load() == {"step": 1}
+    second.prepare()
+    assert second.snapshots is not None
+    assert [len(slot.map) for slot in second.snapshots._slots] == [size] * 2
+    second.finish(run_ended=False)
+
+
+def test_no_memory_is_ordered_early_if_an_ended_process_has_less(run: Path) -> None:
+    """The host may lack memory for both. The checkpointer replaces it once the state was loaded from it."""
+    config = background(memory_interval=1)
+    checkpointer = Checkpointer(config, run, full_shards(logical_state(1)))
+    assert checkpointer.save(1, {"step": 1}, persist=False, wait=True)
+    checkpointer.finish(run_ended=False)
+    early = EarlySlots(config, run, rank=0, size=8 << 20, reserved=8 << 20, spare=0, device=torch.device("cpu"))
+    slots = early.take()
+    assert slots == []
+    second = Checkpointer(config, run, full_shards(logical_state(2)), reused_slots=slots)
+    assert second.load() == {"step": 1}
+    assert second.save(2, {"step": 2}, persist=False, wait=True)
+    second.finish(run_ended=False)
+
+
+def test_early_memory_that_no_checkpointer_takes_is_released(run: Path) -> None:
+    early = EarlySlots(background(), run, rank=0, size=1 << 20, reserved=1 << 20, spare=0, device=torch.device("cpu"))
+    early._thread.join()
+    (slot,) = early._slots
+    early.close()
+    with pytest.raises(ValueError, match="closed"):
+        len(slot.map)
+
+
 def list_memory_descriptors() -> set[str]:
     """Return the descriptors of this process that are staging memory."""
     descriptors = set()
@@ -609,7 +658,8 @@ def test_memory_that_cannot_be_prepared_is_left_to_the_first_checkpointer(
     os.ftruncate(memory, PAGE)
     connection: Any = SimpleNamespace(files=[memory], request=lambda *_: PagesReady(False))
     slots: list[StagingSlot] = []
-    early_slots._fill_slots(slots, connection, Allocate(0, PAGE, 1), torch.device("cpu"))
+    early_slots._order_slots(slots, connection, Allocate(0, PAGE, 1), torch.device("cpu"))
+    early_slots._complete_slots(slots, connection, 0)
     assert [resident(slot.map) for slot in slots] == [0]
     for slot in slots:
         slot.close()

@@ -149,11 +149,15 @@ class CheckpointService:
             slots = self._take_slots(rank, frozenset(message.memories))
             usable_count = sum(slot.is_intact and slot.memory.size >= message.size for slot in slots)
             is_usable = usable_count == len(slots) == message.slots
-            if is_usable:
+            is_declined = message.optional and bool(slots) and not is_usable
+            if is_usable or is_declined:
                 self.slots[rank] = slots
             elif slots and not len(index):
                 self._keep_unused(slots)
                 slots = []
+        if is_declined:
+            trainer.send(Allocated(()))
+            return
         if not is_usable:
             closing = _close_slots(slots)
             try:

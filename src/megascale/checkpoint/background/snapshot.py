@@ -347,8 +347,8 @@ class Snapshots:
     def _note_preparation(self, is_prepared: bool) -> None:
         """Store whether the memory of all processes is prepared, and log when it is for the first time."""
         if is_prepared and not self._is_memory_prepared:
-            seconds = time.monotonic() - self._open_time
-            log.info("memory for snapshots is prepared on all ranks, %.2f s after its allocation", seconds)
+            seconds = max(slot.prepared_time for slot in self._slots) - self._open_time
+            log.info("memory for snapshots is prepared on all ranks, here within %.2f s", seconds)
         self._is_memory_prepared = is_prepared
 
     def _wait_until_free(self, slot: StagingSlot) -> None:

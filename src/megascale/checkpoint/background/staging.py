@@ -187,6 +187,7 @@ class StagingSlot:
     Attributes:
         identity: identity of the shared memory (`identify_memory`).
         prepared: set once `prepare` has ended.
+        prepared_time: `time.monotonic()` of that; 0 before.
         has_failed: whether `prepare` failed.
         free: set while neither the slot's thread nor the service uses the slot.
         work: queue of copies for the slot's thread. None ends the thread.
@@ -217,6 +218,7 @@ class StagingSlot:
         self.generation = generation
         self.is_complete = bool(generation)
         self.prepared = threading.Event()
+        self.prepared_time = 0.0
         self.has_failed = False
         self.free = threading.Event()
         self.work: queue.SimpleQueue[SnapshotCopy | None] = queue.SimpleQueue()
@@ -269,6 +271,7 @@ class StagingSlot:
 
     def mark_prepared(self) -> None:
         """Record that `prepare` has ended. Unless it failed, the slot is free from now on."""
+        self.prepared_time = time.monotonic()
         if not self.has_failed:
             self.free.set()
         self.prepared.set()
