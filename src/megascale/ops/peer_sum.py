@@ -66,8 +66,8 @@ def sum_over_peers(local: Tensor, received: Tensor, rank: int, out: Tensor, accu
     Args:
         local: this rank's summand [count], contiguous.
         received: summands of the other ranks in the order of ranks [ranks - 1, at least count], with contiguous rows.
-            They may have a narrower type. Sums have the type of `local`, and are computed at least in float32.
-        out: [count], contiguous, of the type of `local`; may be `local`.
+            They may have a narrower type. Sums are computed in the type of `local`, and at least in float32.
+        out: [count], contiguous, of a type that is not narrower than that of `local`; may be `local`.
     """
     ranks = len(received) + 1
     if use_fused("sum over peers", local):

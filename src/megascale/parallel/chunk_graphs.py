@@ -39,7 +39,7 @@ from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.captures import CudaCapture, CudaCapturePool, HostCapture, HostCapturePool
 from megascale.parallel.collectives import all_reduce
 from megascale.parallel.data_parallel import DataParallel
-from megascale.parallel.exchange import CapturedCalls
+from megascale.parallel.exchange_calls import CapturedCalls
 from megascale.parallel.pipeline import EagerRunner, Forward
 from megascale.parallel.runtime import Runtime
 from megascale.parallel.unit_cuts import UnitCuts

@@ -61,6 +61,7 @@ class _Float8Linears(LinearPrecision, ABC):
     recipe = ""  # phrase for the start-up lines
     gradient_format = E4M3
     copies_weights = True
+    can_round_wgrad = False
 
     def __init__(self, axis: Axis = SINGLE_RANK) -> None:
         super().__init__(axis)

@@ -22,7 +22,9 @@ from megascale.ops.dispatch import HAS_TRITON
 from megascale.ops.peer_max import RELEASED, WORD_BYTES, PeerMax
 from megascale.ops.peer_sum import PeerSum
 from megascale.parallel.collectives import Axis
-from megascale.parallel.exchange import Exchange, list_copy_queues
+from megascale.parallel.exchange import Exchange
+from megascale.parallel.exchange_buffers import count_buffer_bytes, count_lent_bytes
+from megascale.parallel.exchange_streams import list_copy_queues
 from megascale.parallel.peer_watch import Member, PeerWatch, describe_process, make_page
 
 FLAG_BYTES = 128  # from the start of one flag to the start of the next one
@@ -127,7 +129,7 @@ def _allocate(
 ) -> tuple[Exchange, CudaStreams]:
     """Allocate symmetric memory, and return the exchange and its streams. Collective over the axis."""
     shard_bytes = -(-shard_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-    flags_start = Exchange.count_buffer_bytes(axis.size, shard_bytes)
+    flags_start = count_buffer_bytes(axis.size, shard_bytes)
     # After the buffers of gathers and scatters come three flags per rank: one for eager calls and two for captured
     # calls. After the flags comes the memory of PeerMax and PeerSum, then the peer
     # memory and the slots of pushed results.
@@ -139,7 +141,7 @@ def _allocate(
     lent_start = -(-peer_memory_stop // _ALIGN_BYTES) * _ALIGN_BYTES
     nbytes = lent_start
     if lends:
-        nbytes += Exchange.count_lent_bytes(axis.size, shard_bytes)
+        nbytes += count_lent_bytes(axis.size, shard_bytes)
     buffer = torch_private.symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
     buffer.zero_()
     torch.cuda.synchronize(device)
@@ -173,7 +175,7 @@ def _allocate(
 
 
 class CudaStreams:
-    """The queues of an exchange (`Streams` in exchange.py) as CUDA streams. Main is the caller's current stream.
+    """CUDA streams as the queues of an exchange, see `Streams` in exchange_streams.py. Main is the current stream.
 
     Operations call the CUDA driver directly, which costs the host less time than torch's streams and events.
 

@@ -36,7 +36,7 @@ from megascale.parallel.collectives import (
     exchange_scatter,
     gather_and_consume,
     reduce_scatter,
-    scatter_now,
+    scatter_and_wait,
 )
 from megascale.parallel.exchange import WriteParts
 from megascale.parallel.linear import DEFAULT_PRECISION
@@ -61,15 +61,15 @@ def start_operand_gather(
     return lambda: Operand(gathering.wait(), gathering_scales.wait())
 
 
-def _exchange_and_consume(x: Operand, axis: Axis, consume: Callable[[Operand, int], None], keep_own: bool) -> Operand:
+def _exchange_and_consume(x: Operand, axis: Axis, consume: Callable[[Operand, int], None], keep_local: bool) -> Operand:
     """Gather an operand by the axis's exchange, and call consume(rows, rank) for each rank's rows when they arrive.
 
     Returns:
-        The gathered operand. Without `keep_own` this rank's rows of it are not written.
+        The gathered operand. Without `keep_local` this rank's rows of it are not written.
     """
     scale = x.scale
     if scale is None or not scale.dim():
-        data = gather_and_consume(x.data, axis, lambda rows, rank: consume(Operand(rows, scale), rank), keep_own)
+        data = gather_and_consume(x.data, axis, lambda rows, rank: consume(Operand(rows, scale), rank), keep_local)
         return Operand(data, scale)
     n = x.data.shape[0]
     # Copies run in order, so the scales of a peer's rows arrive before the rows.
@@ -81,7 +81,7 @@ def _exchange_and_consume(x: Operand, axis: Axis, consume: Callable[[Operand, in
         else:
             consume(Operand(rows, gathering_scales.wait()[rank * n : (rank + 1) * n]), rank)
 
-    data = gather_and_consume(x.data, axis, consume_rows, keep_own)
+    data = gather_and_consume(x.data, axis, consume_rows, keep_local)
     return Operand(data, gathering_scales.wait())  # later calls of `wait` return the same tensor
 
 
@@ -103,7 +103,7 @@ def _gathered_gemm(
         linears.forward(rows, weight, bias, y[rank * n : (rank + 1) * n])
 
     if axis.exchange is not None and can_exchange(axis, x.data.nbytes):
-        _exchange_and_consume(x, axis, multiply, keep_own=False)
+        _exchange_and_consume(x, axis, multiply, keep_local=False)
         return y
     wait = start_operand_gather(x, axis, all_gather)
     local = slice(axis.rank * n, (axis.rank + 1) * n)
@@ -128,7 +128,7 @@ def _reduce_scattered_gemm(
     if axis.exchange is not None and can_exchange(axis, math.prod(shard_shape) * like.element_size()):
         if has_next_gemm:
             return exchange_scatter(write, shard_shape, like, axis)
-        return Pending(scatter_now(write, shard_shape, like, axis))
+        return Pending(scatter_and_wait(write, shard_shape, like, axis))
     y = like.new_empty(shape)
     write(y, None)
     pending = reduce_scatter(y, axis)
@@ -313,7 +313,7 @@ def _gathered_input_gradients(
         for weight, dx in zip(weights, dxs, strict=True):
             linears.dgrad(gradient, weight, dx[rank * n : (rank + 1) * n])
 
-    return linears.finish_gather(_exchange_and_consume(shard, axis, multiply, keep_own=True)), dxs
+    return linears.finish_gather(_exchange_and_consume(shard, axis, multiply, keep_local=True)), dxs
 
 
 def gather_linear(

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from megascale.config import Config
 from megascale.core.batch import Batch, check_fields
+from megascale.data.dataset.held_out import HeldOut
 from megascale.data.dataset.manifest import CompressedSizes, compute_bits_per_byte, find_part
-from megascale.data.dataset.samples import HeldOut
 from megascale.errors import DataError
 from megascale.train.engine import Engine
 

@@ -29,16 +29,16 @@ def order_slots(config: Config, info: RankInfo) -> EarlySlots | None:
     necessary, sufficient = estimate_slot_sizes(config, info.world)
     if necessary < _LEAST_EARLY_BYTES:
         return None
-    other_ranks = info.local_world - 1
+    rank_count = info.local_world - 1  # ranks besides this one whose snapshots are on this host
     if config.checkpoint.replicas:
-        other_ranks += info.local_world
+        rank_count += info.local_world
     return EarlySlots(
         config.checkpoint,
         config.run_folder,
         rank=info.rank,
         size=int(necessary / _MARGIN),  # memory of an ended process suffices, which has exactly the size of its file
         reserved=sufficient,
-        spare=other_ranks * count_slots(config.checkpoint) * sufficient,
+        spare=rank_count * count_slots(config.checkpoint) * sufficient,
         device=info.device,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -105,7 +106,12 @@ def test_calls_of_a_soak_add_up(tmp_path, monkeypatch):
         soak(parts="crashes", count=None, first=1, seed=0, keep=None, out=out, minutes=minutes, every=60.0, resume=file)
 
     called = []
-    monkeypatch.setattr(endurance, "endure", lambda *arguments: called.append(arguments) or report)
+
+    def endure(*arguments: Any) -> dict[str, Any]:
+        called.append(arguments)
+        return report
+
+    monkeypatch.setattr(endurance, "endure", endure)
     with pytest.raises(TrainingError, match="3 problems"):
         resume(out, 2.0)
     assert called == [(2.0, 120.0, 7, out)]

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.core.untrusted_files import LFS_POINTER
+from megascale.data.dataset.held_out import HeldOut
 from megascale.data.dataset.indexed import IndexedDataset
 from megascale.data.dataset.manifest import check_sampled_tokens
-from megascale.data.dataset.samples import HeldOut
 from megascale.data.prepare.chat_builder import build_chat
 from megascale.data.prepare.conversations import encode_lines, read_lines
 from megascale.data.tokenizer.chat_template import (

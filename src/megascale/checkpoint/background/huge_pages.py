@@ -24,7 +24,9 @@ log = logging.getLogger("megascale.checkpoint.background.huge_pages")
 
 _LIBRARY = ctypes.CDLL(None, use_errno=True)
 # System calls of Linux 5.2 and their constants, which Python's os module lacks.
-_FSOPEN, _FSCONFIG, _FSMOUNT = 430, 431, 432
+_FSOPEN = 430
+_FSCONFIG = 431
+_FSMOUNT = 432
 _FSOPEN_CLOEXEC = 1
 _FSMOUNT_CLOEXEC = 1
 _SET_STRING, _CREATE = 1, 6  # commands of fsconfig

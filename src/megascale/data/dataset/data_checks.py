@@ -13,7 +13,8 @@ from megascale.core.atomic_files import write_atomically
 from megascale.data.dataset import manifest, sources
 from megascale.data.dataset.file_hash import fingerprint_file
 from megascale.data.dataset.formats import is_text, list_token_files, open_tokens
-from megascale.data.dataset.samples import HeldOut, find_fields
+from megascale.data.dataset.held_out import HeldOut
+from megascale.data.dataset.samples import find_fields
 from megascale.data.dataset.token_file import too_short_error
 from megascale.data.dataset.tokenizer_agreement import (
     check_run_tokenizer,
