@@ -48,11 +48,11 @@ def test_the_reserve_is_for_the_smallest_number_of_replicas(
     [
         {"checkpoint": {"background": False}},
         {"parallel": {"data": 1, "pipeline": 2}},  # stages differ in size
-        {"model": {"preset": "tiny"}},  # its memory is ready before the first step
+        {"model": {"preset": "tiny", "vocab_size": 256}},  # its memory is ready before the first step
     ],
 )
 def test_no_memory_is_ordered_before_the_engine_without_a_use(sections: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = {"model": {"layers": 24, "hidden": 1024, "heads": 16}}
+    model = {"model": {"layers": 24, "hidden": 1024, "heads": 16, "vocab_size": 50304}}
     background = {"checkpoint": {"background": True, "memory_interval": 1}}
     ordered = []
     monkeypatch.setattr(snapshot_reserve, "EarlySlots", lambda *_, **sizes: ordered.append(sizes))

@@ -145,17 +145,34 @@ def _strike(job: Launched, deadline: float, report: dict[str, Any], save_report:
     while True:
         number = len(report["faults"])
         dice = random.Random(f"{report['seed']}-{number}")
-        pause = max(LEAST, dice.expovariate(1 / report["every"]))
-        if time.time() + pause > deadline - LEAST:
-            time.sleep(max(0.0, deadline - time.time()))
-            return "" if not job.over() else "the job ended by itself"
+        pause, remaining = divide_pause(report, dice, deadline - LEAST - time.time())
         time.sleep(pause)
+        if remaining > 0:
+            report["waited"] = report.get("waited", 0.0) + pause
+            return "" if not job.over() else "the job ended by itself"
+        report["waited"] = 0.0
         row = _inject(job, number, dice)
         report["faults"].append(row)
         save_report()
         print(strict_json.dumps(row), flush=True)
         if row["problem"]:
             return f"fault {number}: {row['problem']}"
+
+
+def divide_pause(report: dict[str, Any], dice: random.Random, available: float) -> tuple[float, float]:
+    """Return the part of the pause before the next fault that fits into this call, and the part for the next call.
+
+    Without the second part, calls that are shorter than a pause would wait for the same fault again and again.
+
+    Args:
+        report: its "waited" is the part that earlier calls have waited.
+        dice: of the fault.
+        available: seconds until the last time at which this call may inject a fault.
+    """
+    total = max(LEAST, dice.expovariate(1 / report["every"]))
+    pause = max(LEAST, total - report.get("waited", 0.0))
+    part = min(pause, max(0.0, available))
+    return part, pause - part
 
 
 def _inject(job: Launched, number: int, dice: random.Random) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import pytest
@@ -70,6 +71,22 @@ def test_a_case_that_there_is_not_or_that_needs_those_before_it_is_refused(tmp_p
     with pytest.raises(ConfigError, match="--first=4: layouts has 3 cases"):
         start("layouts", 4, count=3)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_pause_longer_than_a_call_goes_on_in_the_next_one():
+    report = {"seed": 1, "every": 120.0}
+
+    def divide(available):
+        return endurance.divide_pause(report, random.Random("1-0"), available)
+
+    full, remaining = divide(1e9)
+    assert remaining == 0
+    assert full > endurance.LEAST + 20
+    assert divide(20.0) == (20.0, full - 20)
+    report["waited"] = 20.0
+    assert divide(1e9) == (full - 20, 0)
+    report["waited"] = full - 1
+    assert divide(1e9) == (endurance.LEAST, 0)  # since the start of the call
 
 
 def test_calls_of_a_soak_add_up(tmp_path, monkeypatch):
