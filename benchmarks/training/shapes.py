@@ -359,4 +359,4 @@ def print_plan(tasks: Sequence[Task], configs: Sequence[Config], world: int) -> 
             f"{task.shape.warmup} + {task.shape.steps} steps, limit {task.seconds:.0f} s"
         )
         for reason in sorted(reasons):
-            typer.echo(f"  no CUDA graphs: {reason}")
+            typer.echo(f"  no CUDA graphs expected: {reason}")
