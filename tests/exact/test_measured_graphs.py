@@ -206,6 +206,25 @@ def test_a_restarted_attempt_measures_and_decides_anew():
     assert run.lines[-1].startswith("off (rank 0 submits")
 
 
+@pytest.mark.parametrize(("times", "has_fitted"), [(SLOW, True), (FAST, False)])
+def test_memory_for_graphs_is_not_asked_for_twice(times, has_fitted):
+    """After an attempt with graphs the peak of memory contains them."""
+    layout, replayed, _ = LAYOUTS["one rank"]
+    clock = FixedClock(*times)
+    engine = make_engine(0, 1, layout.tree, launch_clock=clock)
+    run = MeasuredRun()
+    run_steps(engine, clock, run)
+    assert engine.graph_choice is not None
+    assert engine.graphs is not None
+    engine.graph_choice.restart()
+    engine.graphs.restart()
+    clock.times = FixedClock(*SLOW).times
+    with mock.patch.object(GraphConditions, "find_spare_bytes", return_value=-(1 << 30)):
+        run_steps(engine, clock, run, first=STEPS + 1)
+    assert run.replayed[-1] == (replayed if has_fitted else 0)
+    assert run.lines[-1].startswith("forward" if has_fitted else "off (rank 0 lacks 1.0 GiB")
+
+
 def test_without_a_clock_a_cpu_stays_eager_with_auto():
     engine = make_engine(0, 1, LAYOUTS["one rank"][0].tree)
     assert (engine.graphs, engine.graph_choice) == (None, None)

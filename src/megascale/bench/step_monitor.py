@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 INTERVAL_SECONDS = 10.0  # between two lines
+FIRST_SECONDS = 3.0  # from the start to the first line
 
 
 def _ignore() -> None:
@@ -64,7 +65,8 @@ class StepMonitor:
         self._clock = clock
         self._lock = threading.Lock()
         self._start_time = clock()
-        self._line_time = self._start_time  # of the latest line
+        # Time of the latest line, and before it a time from which the first line is due after FIRST_SECONDS.
+        self._line_time = self._start_time - interval + min(interval, FIRST_SECONDS)
         self._load_time = self._start_time
         self._step_time = self._start_time  # end of the latest step
         self._window_time = self._start_time  # start of the steps that the next line averages
@@ -98,11 +100,11 @@ class StepMonitor:
         if not self._prints:
             return
         with self._lock:
-            now = self._clock()
-            if now - self._line_time < self._interval:
+            current_time = self._clock()
+            if current_time - self._line_time < self._interval:
                 return
-            self._line_time = now
-            text = self._describe(now)
+            self._line_time = current_time
+            text = self._describe(current_time)
             if self.completed > self._window_completed:
                 self._window_time = self._step_time
                 self._window_completed = self.completed
@@ -113,9 +115,9 @@ class StepMonitor:
         with self._lock:
             return self._describe(self._clock())
 
-    def _describe(self, now: float) -> str:
+    def _describe(self, current_time: float) -> str:
         if self.completed == 0:
-            return f"the first step is not complete after {now - self._start_time:.0f} s"
+            return f"the first step is not complete after {current_time - self._start_time:.0f} s"
         count = self.completed - self._window_completed
         if count > 0:
             self._step_seconds = (self._step_time - self._window_time) / count
@@ -129,7 +131,7 @@ class StepMonitor:
             if self.rank_load_step != self.completed:
                 load += f" in step {self.rank_load_step}"
             parts.append(load)
-        waited = now - self._step_time
+        waited = current_time - self._step_time
         if waited >= self._interval:
             parts.append(f"no step has ended for {waited:.0f} s")
         return ", ".join(parts)

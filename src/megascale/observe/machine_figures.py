@@ -336,20 +336,31 @@ def _describe_device(device: torch.device) -> dict[str, Any]:
     }
 
 
-def measure_machine(device: torch.device, seconds: float, processes: int) -> dict[str, Any]:
+def measure_machine(
+    device: torch.device, seconds: float, processes: int, report: Callable[[str], object] = lambda name: None
+) -> dict[str, Any]:
     """Return all measurements of this machine.
 
     Args:
         seconds: time of the sustained GEMMs; other measurements take fractions of it.
         processes: largest number of ranks of the collectives; two ranks are measured too. 1 measures no collectives.
+        report: called with the name of each kind of measurement before it begins.
     """
     is_cuda = device.type == "cuda"
     mebibytes = _choose_sizes(device).mebibytes
     world_sizes = sorted({n for n in (2, processes) if 2 <= n <= processes})
+    report("sustained GEMMs")
     sustained_tflops, watts = measure_sustained(device, seconds)
+    report("GEMMs of several shapes")
     gemms = measure_gemms(device, seconds)
+    report("attention")
     attention = measure_attention(device, seconds)
+    report("copies and additions")
     copy_gbs, add_gbs = measure_streaming(device, seconds)
+    report("launches")
+    launch_us = measure_launch(device, seconds)
+    report("collectives")
+    collectives = measure_collectives(is_cuda, world_sizes, mebibytes)
     return {
         **_describe_device(device),
         "host": socket.gethostname(),
@@ -361,6 +372,6 @@ def measure_machine(device: torch.device, seconds: float, processes: int) -> dic
         "attention": attention,
         "copy_gbs": copy_gbs,
         "add_gbs": add_gbs,
-        "launch_us": measure_launch(device, seconds),
-        "collectives": measure_collectives(is_cuda, world_sizes, mebibytes),
+        "launch_us": launch_us,
+        "collectives": collectives,
     }

@@ -109,6 +109,7 @@ class GraphChoice:
         self._kernels = kernels
         self._find_missing_gib = find_missing_gib
         self._obstacle = obstacle
+        self._has_fitted = False  # whether an earlier attempt had memory for graphs
         self._step_count = 0
         # By chunk and direction: functions that return the times of the samples.
         self._samples: dict[tuple[int, str], list[Callable[[], LaunchTimes]]] = {}
@@ -121,6 +122,8 @@ class GraphChoice:
 
     def restart(self) -> None:
         """Forget the decision, because ranks of the next attempt may be new and all of them must agree."""
+        # The peak of memory contains the graphs of earlier attempts from now on, so it no longer shows what is spare.
+        self._has_fitted = self._has_fitted or self.uses_graphs
         self.uses_graphs = False
         self.decision = None
         self._step_count = 0
@@ -151,7 +154,9 @@ class GraphChoice:
         """Agree with all ranks on whether graphs are used."""
         local_times = self._sum_samples()
         self._samples.clear()
-        missing_gib = 0.0 if self._obstacle else self._find_missing_gib()
+        missing_gib = 0.0
+        if not self._obstacle and not self._has_fitted:
+            missing_gib = self._find_missing_gib()
         numbers = [local_times.host_ms, local_times.device_ms, missing_gib]
         row = torch.tensor([numbers], dtype=torch.float64, device=self._device)
         rows = all_gather(row, self._world_axis).wait().tolist()

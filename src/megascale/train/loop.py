@@ -164,6 +164,8 @@ class Trainer:
         self._keeps_state = False  # true if ranks leave with their state in memory and no copy; the same on all ranks
         self._pending_step: _PendingStep | None = None
         self._read_totals = ReadTotals()  # totals over the samples of all steps whose results were read
+        self._awaits_evaluation = False  # whether the evaluation after the last counted step is due and not complete
+        self._resumes_evaluation = False  # whether the loaded state awaits an evaluation
         self._counts: dict[str, Any] = {}  # totals up to the last step whose results were read
         self._stopwatch = Stopwatch()  # of the start, from the groups on
         self._load_measures: dict[str, float] = {}
@@ -566,6 +568,7 @@ class Trainer:
             self.engine.set_start_step(self.step)
             self._has_state = True
             self._count_step(self.step, self.consumed_samples, self.trained_tokens)
+            self._awaits_evaluation = self._resumes_evaluation
             self.callbacks.begin_run(self.step)
             last_step = min(train.steps, self.step + (train.stop_after or train.steps))
             resources.callback(self.reporter.close)
@@ -587,11 +590,13 @@ class Trainer:
             self._first_step_allocations = count_device_allocations(self.rank_info.device)
             if self.engine.graphs is not None:
                 self._capture_end_step = self.step + _CAPTURE_STEPS
+            if self._awaits_evaluation and self.step < last_step:
+                self._evaluate()
             while self.step < last_step and not self._is_stopping:
                 self._train_step(self._choose_stop_request(interrupts))
                 self.callbacks.end_step(self.step)
                 self._tend_groups()
-                if train.eval_interval and self.step % train.eval_interval == 0 and self.step < train.steps:
+                if self._is_evaluation_due(self.step):
                     self._evaluate()
                 if self.step < last_step:
                     self._save_if_due()
@@ -776,6 +781,7 @@ class Trainer:
         self.ending.step = self.step
         self.consumed_samples = state.get("samples", 0)  # an imported checkpoint does not have this key
         self.trained_tokens = state.get("tokens", 0)
+        self._resumes_evaluation = bool(state.get("awaits_evaluation"))
         if self.replay_check is not None:
             self.replay_check.checked_step = state.get("replayed", self.step)
         read_totals = ReadTotals.from_record(state.get("read"))
@@ -1086,8 +1092,6 @@ class Trainer:
                 allocations,
             )
             self._first_step_start = None
-        self._write_read_samples(step, pending, read_checksum)
-        self._count_step(step, pending.first_sample + self.config.train.global_batch, record["tokens"])
         has_weights = True
         if result.weight_sum is not None:
             record["loss_weight"] = float(result.weight_sum)
@@ -1117,7 +1121,11 @@ class Trainer:
         if self._skipped_count:
             record["skipped_steps"] = self._skipped_count
         self._add_optional_metrics(record, result)
+        # An error up to here leaves the step out of the ledger, the metrics and the counts. Ranks that keep their state
+        # go on after a step only if the leader has counted it, so a counted step has both lines.
+        self._write_read_samples(step, pending, read_checksum)
         self.reporter.write_metrics(record)
+        self._count_step(step, pending.first_sample + self.config.train.global_batch, record["tokens"])
         for event, details in self.feed.find_loader_events(seconds):
             self.reporter.write_event(event, step=step, **details)
         if not has_weights:
@@ -1249,12 +1257,25 @@ class Trainer:
             **self.resume_guard.checkpoint_metadata,
             "attention": self.engine.attention_choices,
         }
+        if self._awaits_evaluation:
+            state["awaits_evaluation"] = True
         if self.replay_check is not None:
             state["replayed"] = self.replay_check.checked_step
         return state
 
+    def _is_evaluation_due(self, step: int) -> bool:
+        """Return whether the held-out file is evaluated after a step that is not the run's last one."""
+        train = self.config.train
+        if self.config.data.valid is None or not train.eval_interval:
+            return False
+        return 0 < step < train.steps and step % train.eval_interval == 0
+
     def _count_step(self, step: int, samples: int, tokens: int) -> None:
-        """Store the totals up to a step whose results were read."""
+        """Store the totals up to a step whose results were read.
+
+        Ranks that keep their state may leave in the evaluation after the step, so the next attempt repeats it.
+        """
+        self._awaits_evaluation = self._is_evaluation_due(step)
         self._counts = {"step": step, "samples": samples, "tokens": tokens, "read": self._read_totals.to_record()}
 
     def _evaluate(self, is_last: bool = False) -> Evaluation | None:
@@ -1288,6 +1309,7 @@ class Trainer:
         if evaluation.bits_per_byte is not None:
             record["valid_bits_per_byte"] = evaluation.bits_per_byte
         self.reporter.write_metrics(record)
+        self._awaits_evaluation = False
         self.reporter.write_event(
             Event.EVALUATED,
             step=self.step,
@@ -1297,4 +1319,4 @@ class Trainer:
         )
         self.callbacks.report_evaluation(evaluation)
         self.clock.pause()
-        return evaluation
+        return replace(evaluation, step=self.step)

@@ -262,8 +262,9 @@ def test_the_load_is_measured_in_due_steps_of_the_warm_up(has_graphs, capsys):
     assert calls == ["step"] * 3 + ["load"] * 2 + ["step"] * 3
     assert losses == [0.5] * 6
     assert capsys.readouterr().out.splitlines() == [
-        "a: warm-up step 3 of 5, 4.0000 s per step",
-        "a: timed step 1 of 3, 4.0000 s per step, load of the slowest rank 1.25 in step 5",
+        "a: warm-up step 1 of 5, 4.0000 s per step",
+        "a: warm-up step 4 of 5, 4.0000 s per step, load of the slowest rank 1.25",
+        "a: timed step 2 of 3, 4.0000 s per step, load of the slowest rank 1.25 in step 5",
     ]
 
 

@@ -308,7 +308,8 @@ def test_shapes_of_several_trainers_are_compared_by_the_median_of_turns(tmp_path
     assert len(rows) == 6
 
 
-def test_a_row_that_the_time_limit_cut_is_marked(tmp_path, capsys):
+def test_a_row_that_the_time_limit_cut_is_marked(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
     figures = {"step_seconds": 1.5, "tokens_per_second_per_device": 10.0, "mfu": None, "peak_memory_gib": None}
     figures |= {"gemm_flop_per_s": None, "all_step_seconds": [1.4, 1.6], "peer_settings": "all overlaps"}
     row = {"shape": "a", "trainer": "megatron-core", "label": "", "cut": "rank 0: took longer than 170 s"} | figures

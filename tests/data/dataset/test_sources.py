@@ -455,6 +455,17 @@ def test_a_key_that_occurs_twice_in_a_record_is_refused(tmp_path: Path) -> None:
         documents(file)
 
 
+@pytest.mark.parametrize("form", ["[%s, %s]", "%s %s"])
+def test_a_key_that_occurs_twice_in_a_record_of_a_list_is_refused(tmp_path: Path, form: str) -> None:
+    file = tmp_path / "a.json"
+    nested = '{"text": "a", "meta": {"text": "b", "x": {"text": 1}}, "about": "a \\"text\\""}'
+    file.write_text(form % (nested, nested))
+    assert documents(file) == ["a", "a"]
+    file.write_text(form % (nested, '{"text": "a", "text": null}'))
+    with pytest.raises(DataError, match=r"a\.json, record 2 has the key 'text' twice; keep one"):
+        documents(file)
+
+
 @pytest.mark.parametrize("second", ["größe", r"gr\u00f6\u00dfe"])
 def test_a_key_beyond_ascii_that_occurs_twice_is_refused(tmp_path: Path, second: str) -> None:
     """JSON has the key as it is, or with escapes."""

@@ -12,7 +12,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megascale.data.dataset.json_values import TooLongError, read_values
+from megascale.data.dataset.json_values import (
+    RepeatedKeyError,
+    TooLongError,
+    has_repeated_key,
+    quote_key,
+    read_values,
+)
 from megascale.data.dataset.line_ranges import RECORD_LIMIT, read_range, split_lines
 from megascale.data.dataset.metered_files import Meter, find_compression, read_chunks
 from megascale.data.dataset.parquet_rows import read_rows
@@ -128,7 +134,7 @@ def _read_lines(path: Path, piece: InputPiece, key: str, meter: Meter | None) ->
     else:
         lines = read_range(path, piece.start, piece.stop, limit=RECORD_LIMIT, meter=meter)
     line_number = 0
-    quoted_forms = _quote_key(key)
+    quoted_forms = [quoted.encode() for quoted in quote_key(key)]
     try:
         for line, offset, input_bytes in lines:
             line_number += 1
@@ -136,18 +142,13 @@ def _read_lines(path: Path, piece: InputPiece, key: str, meter: Meter | None) ->
             location = f"{path}, byte {offset}" if piece.start else f"{path}, line {line_number}"
             if line.strip():
                 record = _parse_json(line, location)
-                if sum(line.count(quoted) for quoted in quoted_forms) > 1:
-                    _refuse_repeated_key(line, key, location)
+                if sum(line.count(quoted) for quoted in quoted_forms) > 1 and has_repeated_key(line, key):
+                    raise _repeated_key_error(location, key)
                 yield _read_record(record, key, location, input_bytes)
             else:
                 yield TextRecord("", input_bytes)  # a blank line, or nothing after the last line's end
     except TooLongError:
         raise _too_long_error(str(path) if piece.start else f"{path}, line {line_number + 1}") from None
-
-
-def _quote_key(key: str) -> set[bytes]:
-    """Return the key as JSON writes it: with characters beyond ASCII as they are, and as escapes."""
-    return {json.dumps(key, ensure_ascii=is_ascii).encode() for is_ascii in (False, True)}
 
 
 def _too_long_error(location: str) -> DataError:
@@ -174,7 +175,7 @@ def _read_json(path: Path, key: str, meter: Meter | None) -> Iterator[TextRecord
             yield chunk, input_bytes
 
     try:
-        for value, is_element, input_bytes in read_values(read_and_keep_first_chunk(), RECORD_LIMIT):
+        for value, is_element, input_bytes in read_values(read_and_keep_first_chunk(), RECORD_LIMIT, key):
             record_number += 1
             if object_without_key is not None:
                 _read_record(object_without_key, key, f"{path}, record 1", 0)  # raises the error for a missing key
@@ -190,9 +191,11 @@ def _read_json(path: Path, key: str, meter: Meter | None) -> Iterator[TextRecord
             skipped = ""
     except TooLongError:
         raise _too_long_error(f"{path}, record {record_number + 1}") from None
+    except RepeatedKeyError:
+        raise _repeated_key_error(f"{path}, record {record_number + 1}", key) from None
     except ValueError as error:
         # A settings file with comments is skipped. A file that contains the key is meant to hold records.
-        if record_number or any(quoted in first_chunk for quoted in _quote_key(key)):
+        if record_number or any(quoted.encode() in first_chunk for quoted in quote_key(key)):
             raise _not_json_error(f"{path}, record {record_number + 1}", error) from None
         skipped = NOT_JSON
     yield TextRecord("", size - yielded_bytes, skipped=skipped)
@@ -205,16 +208,9 @@ def _parse_json(line: bytes, location: str) -> Any:
         raise _not_json_error(location, error) from None
 
 
-def _refuse_repeated_key(line: bytes, key: str, location: str) -> None:
-    """Raise DataError for an object that has the key twice, since only the last text would be read."""
-
-    def count_key(pairs: list[tuple[str, Any]]) -> int:
-        return sum(1 for name, _ in pairs if name == key)
-
-    # The hook is also called for objects within the record, whose results are values of the pairs.
-    key_count = json.loads(line, object_pairs_hook=count_key)
-    if isinstance(key_count, int) and key_count > 1:
-        raise DataError(f"{location} has the key {key!r} twice; keep one text per record")
+def _repeated_key_error(location: str, key: str) -> DataError:
+    """Return the error for a record that has the key twice, since only the last text would be read."""
+    return DataError(f"{location} has the key {key!r} twice; keep one text per record")
 
 
 def _not_json_error(location: str, error: Exception) -> DataError:
