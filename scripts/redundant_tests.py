@@ -7,8 +7,8 @@
 `lines` writes the lines of `src` that each test executes: in pytest's process, and in the workers of `tests/exact`.
 Jobs of the fixture `one_process` are left out, since the first test with a reference trains it for all others.
 
-`mutants` draws mutants of `mutate.py` on lines that tests under the mark `campaign` execute. The other tests that
-execute the line run until one fails. Only if none fails do those of the campaign run. A mutant that only a test of the
+`mutants` draws mutants of `mutate.py` on lines that tests under the mark `campaign` execute, and runs these tests until
+one fails. If one fails, the other tests that execute the line run until one fails. A mutant that only a test of the
 campaign notices is lost to the suite. The exit code is 1 if a mutant is lost.
 A mutant replaces the code of functions in workers, and with --here in pytest's process; it is never written to a file.
 """
@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -172,24 +172,24 @@ class Outcome:
 
     Attributes:
         file, line, change: of the mutant.
-        killed_by: the first test that failed, or an empty string.
-        is_lost: whether only a test of the campaign failed.
+        noticed_by: the first test of the campaign that failed, or an empty string.
+        killed_by: the first other test that failed then, or an empty string.
         seconds: duration of its tests.
     """
 
     file: str
     line: int
     change: str
+    noticed_by: str
     killed_by: str
-    is_lost: bool
     seconds: float
 
 
 def describe(outcome: Outcome) -> str:
-    """Return whether a mutant was killed, lost, or survived all tests."""
-    if outcome.is_lost:
-        return "lost"
-    return "killed" if outcome.killed_by else "survived"
+    """Return "unnoticed" by the campaign, "killed" by the suite as well, or "lost" to it."""
+    if not outcome.noticed_by:
+        return "unnoticed"
+    return "killed" if outcome.killed_by else "lost"
 
 
 def _pair_codes(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
@@ -352,23 +352,19 @@ class MutantPlugin:
             self.mutant = None
 
     def run(self, mutant: Mutant, items: dict[str, pytest.Item]) -> Outcome:
-        """Run the tests that remain, and if none fails those of the campaign."""
+        """Run tests of the campaign until one fails, then the others until one fails."""
         began = time.monotonic()
         names = [name for name in items if mutant.line in self.tests[name].get(mutant.file, ())]
-        # Tests with few lines in common with others come first: they are about this line.
+        # Tests that execute few lines take less time.
         names.sort(key=lambda name: sum(map(len, self.tests[name].values())))
+        noticed_by = find_failure(items[name] for name in names if name in self.campaign)
         killed_by = ""
-        names.sort(key=lambda name: name in self.campaign)
-        for name in names:
-            if not is_passed(items[name]):
-                killed_by = name
-                break
+        if noticed_by:
+            killed_by = find_failure(items[name] for name in names if name not in self.campaign)
         seconds = round(time.monotonic() - began, 1)
-        outcome = Outcome(mutant.file, mutant.line, mutant.change, killed_by, killed_by in self.campaign, seconds)
-        word = describe(outcome)
-        print(
-            f"{word:<9} {seconds:5.1f} s  {mutant.file}:{mutant.line}: {mutant.change[:110]}  [{killed_by}]", flush=True
-        )
+        outcome = Outcome(mutant.file, mutant.line, mutant.change, noticed_by, killed_by, seconds)
+        change = f"{mutant.file}:{mutant.line}: {mutant.change[:110]}"
+        print(f"{describe(outcome):<9} {seconds:5.1f} s  {change}  [{noticed_by}] [{killed_by}]", flush=True)
         return outcome
 
     def write(self) -> None:
@@ -379,6 +375,14 @@ class MutantPlugin:
 def _restore(replaced: list[tuple[FunctionType, CodeType]]) -> None:
     for function, code in replaced:
         function.__code__ = code
+
+
+def find_failure(items: Iterable[pytest.Item]) -> str:
+    """Run tests until one fails; return its name, or an empty string."""
+    for item in items:
+        if not is_passed(item):
+            return item.nodeid
+    return ""
 
 
 def is_passed(item: Any) -> bool:
@@ -433,7 +437,8 @@ def main() -> int:
         return code
     outcomes = [Outcome(**row) for row in json.loads(args.out.read_text())]
     counts = Counter(map(describe, outcomes))
-    print(f"{len(outcomes)} mutants: {counts['killed']} killed, {counts['lost']} lost, {counts['survived']} survived")
+    noticed = counts["killed"] + counts["lost"]
+    print(f"{len(outcomes)} mutants: {noticed} noticed by the campaign, {counts['killed']} of them by the other tests")
     return int(counts["lost"] > 0)
 
 
