@@ -328,8 +328,10 @@ HARD = {
 
 HARD_CAMPAIGN = (
     "uneven rounds, 4 stages of 2",
+    "uneven rounds, 4 stages of 3, one layer each",
     "one round of all micro-batches",
     "fewer micro-batches than stages, interleaved",
+    "one micro-batch",
     "one layer a stage",
     "uneven split of layers",
     "tied over stages, ZeRO-0, lamb",

@@ -187,8 +187,10 @@ CASES = {
     ),
 }
 CAMPAIGN = (
+    "heads in parts, groups, tensor, stages, recompute",
     "four ranks, ZeRO-2",
     "keys gathered",
+    "keys gathered, window, softcap",
     "tensor, data, ZeRO-1, Muon",
     "tensor, pipeline",
     "interleaved stages, data, ZeRO-2",

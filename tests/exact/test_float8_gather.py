@@ -44,6 +44,7 @@ LAYOUTS = {
     "tensor, pipeline, recompute": case(
         2, 2, 2, microbatches=2, **SERIAL, parallel={"recompute": "selective", **SMALL_BUCKETS}
     ),
+    "tensor, recompute": case(2, 1, 2, microbatches=2, **SERIAL, parallel={"recompute": "selective", **SMALL_BUCKETS}),
     "tensor, Muon, ZeRO-2": case(2, 1, 2, zero=2, microbatches=2, **PARALLEL, optimizer={"name": "muon"}),
     "three chunks, nothing overlapped": case(
         1,

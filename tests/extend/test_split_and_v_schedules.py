@@ -88,8 +88,6 @@ CAMPAIGN = (
     "ZB-H1 PP2 x TP2 x DP2",
     "ZB-H1 PP2 x DP2, armed early",
     "V PP2",
-    "V PP2 x DP2, ZeRO-2",
-    "V PP2 x TP2 x DP2",
     "ZB-V PP2 x DP2, ZeRO-2",
     "ZB-V PP2 x DP2, tied, ZeRO-0",
     "ZB-V PP2 x TP2 x DP2",
