@@ -135,6 +135,20 @@ def test_a_call_that_never_ends_does_not_end_the_measurement(monkeypatch):
     assert compute_seconds == pytest.approx(0.4, abs=1e-3)
 
 
+def test_a_call_of_a_dropped_step_does_not_count_in_a_later_period(monkeypatch):
+    """The first of two reads starts a period, and the second gives up the call, which ends after both."""
+    steps = RecordedSteps(monkeypatch)
+    step_seconds = READ_INTERVAL_SECONDS / 10 + 1e-6
+    late = {"record_id": 1, "duration_ms": None, "time_created_ns": int(1e9 * steps.seconds) + 1}
+    steps.entries.append(late)
+    for _ in range(20):
+        steps.run(step_seconds, calls=0.1)
+    late["duration_ms"] = 400.0
+    for _ in range(10):
+        compute_seconds = steps.run(step_seconds, calls=0.2)
+    assert compute_seconds == pytest.approx(0.3, abs=1e-3)
+
+
 @pytest.mark.parametrize("calls_in_save", [0.1, 3.9])
 def test_a_save_in_a_period_does_not_count_as_own_time(monkeypatch, calls_in_save):
     steps = RecordedSteps(monkeypatch)

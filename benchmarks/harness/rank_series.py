@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
+from megascale.bench.step_monitor import StepMonitor
 from megascale.checkpoint import object_collectives
 from megascale.core import strict_json
 from megascale.core.addresses import STORE_LISTENER_VARIABLE
-from megascale.errors import MegascaleError
+from megascale.errors import MegascaleError, TrainingError
 from megascale.rendezvous.stores import open_listener
 
 SERIES_VARIABLE = "MEGASCALE_BENCH_SERIES"  # port of the store and number of the launch, "PORT:LAUNCH"
@@ -76,6 +77,18 @@ class SeriesServer:
         key = f"{self.launch}/{item}/failed"
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
+    def read_partial(self, item: int) -> dict[str, Any] | None:
+        """Return the figures of an item that the time limit ended in the present launch; None if there are none."""
+        return read_partial(PrefixStore(f"{self.launch}/{item}", self._store))
+
+
+def read_partial(store: Store) -> dict[str, Any] | None:
+    """Return the figures that a rank published in the store of an item; None if there are none."""
+    if not store.check(["partial"]):
+        return None
+    partial: dict[str, Any] = strict_json.loads(store.get("partial").decode())
+    return partial
+
 
 @dataclass
 class ItemOutcome:
@@ -83,12 +96,15 @@ class ItemOutcome:
 
     Attributes:
         result: what `measure` returned on the rank that returned a result.
+        partial: figures of the steps before the time limit ended the item; None without a timed step, and if the item
+            was complete or failed for another reason.
         error: the first failure, "" if no rank failed.
         peak_gib: peak of the device's allocated memory, by rank, without what earlier items left; None on a CPU.
         leftover_gib: device memory that the item did not free, the largest of all ranks; None on a CPU.
     """
 
     result: dict[str, Any] | None = None
+    partial: dict[str, Any] | None = None
     error: str = ""
     peak_gib: list[float | None] = field(default_factory=list)
     leftover_gib: float | None = None
@@ -155,6 +171,7 @@ class RankSeries:
         except Exception as error:
             error_text = describe_error(error)
             current.report_failure(error_text)
+            current.publish_partial()
             if not isinstance(error, MegascaleError):
                 traceback.print_exception(error)
             current.abort()
@@ -173,9 +190,10 @@ class RankSeries:
         states = self._exchange(prefix, "left", {"error": leave_error, "leftover_gib": leftover_gib})
         current.close()
         outcome = ItemOutcome(
-            next((state["result"] for state in steps if state["result"] is not None), None),
-            current.read_failure(),
-            [state["peak_gib"] for state in steps],
+            result=next((state["result"] for state in steps if state["result"] is not None), None),
+            partial=current.read_partial(),
+            error=current.read_failure(),
+            peak_gib=[state["peak_gib"] for state in steps],
         )
         leftovers = [state["leftover_gib"] for state in states if state["leftover_gib"] is not None]
         if leftovers:
@@ -210,6 +228,8 @@ class Item:
         self._must_abort = False
         self._abort: Callable[[], None] | None = None
         self._leave: Callable[[bool], None] | None = None
+        self._monitor: StepMonitor | None = None
+        self._has_published = False
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="bench series", daemon=True)
         self._thread.start()
@@ -258,6 +278,7 @@ class Item:
         # The functions may refer to the groups.
         self._abort = None
         self._leave = None
+        self._monitor = None
         listener = os.environ.pop(STORE_LISTENER_VARIABLE, "")
         if listener:  # no rendezvous has used the address
             os.close(int(listener))
@@ -273,6 +294,32 @@ class Item:
         except Exception as error:
             return describe_error(error)
         return ""
+
+    def watch_steps(self, monitor: StepMonitor) -> None:
+        """Print the lines of the monitor also between steps, and publish its figures at the time limit."""
+        self._monitor = monitor
+
+    def check(self) -> None:
+        """Raise TrainingError if the item must end, for ranks without a group that an abort would end."""
+        if self._must_abort:
+            raise TrainingError("the measurement ends: its time limit is over, or another rank has failed")
+
+    def publish_partial(self) -> None:
+        """Publish the figures of the steps so far, if the time limit ended the item and this rank has figures."""
+        with self._lock:
+            if self._has_published or self._monitor is None or not self._watch_store.check(["limit"]):
+                return
+            self._has_published = True
+            make_result = self._monitor.make_result
+            figures = None
+            if make_result is not None:
+                figures = make_result()
+            if figures is not None:
+                self._watch_store.set("partial", strict_json.dumps(figures))
+
+    def read_partial(self) -> dict[str, Any] | None:
+        """Return the figures that a rank published at the time limit; None if there are none."""
+        return read_partial(self._store)
 
     def report_failure(self, text: str) -> None:
         """Publish a failure of this rank, unless another rank has published one."""
@@ -296,16 +343,34 @@ class Item:
                 os._exit(EXIT_LOST)  # the main thread hangs, so that no exception can end it
             if exit_time < float("inf"):
                 continue
+            monitor = self._monitor
+            if monitor is not None:
+                monitor.report_if_due()
             try:
                 has_failed = self._watch_store.check(["failed"])
+                if not has_failed and time.monotonic() > deadline:
+                    self._watch_store.set("limit", "1")
+                    text = f"took longer than {self._seconds:.0f} s"
+                    if monitor is not None:
+                        text += f" ({monitor.describe()})"
+                    self.report_failure(text)
+                    has_failed = True
+                if has_failed:
+                    # An aborted step would count as complete, so the figures precede the abort.
+                    self._publish_from_watch()
             except DistError:
                 os._exit(EXIT_LOST)  # the process that starts the ranks has ended
-            if not has_failed and time.monotonic() > deadline:
-                self.report_failure(f"took longer than {self._seconds:.0f} s")
-                has_failed = True
             if has_failed:
                 exit_time = time.monotonic() + GRACE_SECONDS
                 self.abort()
+
+    def _publish_from_watch(self) -> None:
+        try:
+            self.publish_partial()
+        except DistError:
+            raise
+        except Exception:
+            traceback.print_exc()  # the abort must follow
 
 
 def describe_error(error: BaseException) -> str:

@@ -16,7 +16,8 @@ import torch
 from megascale.ops.dispatch import jit, tl
 from megascale.ops.peer_sum import sum_over_peers
 from megascale.parallel.copy_plan import IN_ORDER, PUSHED, TOGETHER, TWO_QUEUES, CopyPlan
-from megascale.parallel.exchange import Exchange, PeerCopy, WriteParts
+from megascale.parallel.exchange import Exchange, WriteParts
+from megascale.parallel.exchange_streams import PeerCopy
 
 COPY_BLOCK = 4096  # words of eight bytes that a program copies from each peer at a time
 STAGED_BLOCK = 1024  # the same, with several blocks in flight
@@ -101,8 +102,7 @@ class VariantExchange(Exchange):
             return super().all_to_all(write, shape, like)
         slots = self._next_slots(shape, like.dtype)
         parts = like.new_empty((self.size, *shape))
-        for step in range(1, self.size):
-            peer = (self.rank + step) % self.size
+        for peer in self.next_peers:
             self._run_work(write, parts[peer], peer)
         end = self._push_parts(parts.unbind(), slots)
         self._run_work(write, slots[self.rank][self.rank], self.rank)
@@ -142,7 +142,7 @@ class VariantExchange(Exchange):
         self.check()
         self._copy_waits_for_main()
         copies = []
-        for peer in self._list_next_peers():
+        for peer in self.next_peers:
             row = self.rank
             if without_own_row and self.rank > peer:
                 row -= 1

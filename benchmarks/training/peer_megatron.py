@@ -1,6 +1,6 @@
 """A child of `python -m benchmarks peers`: training steps of Megatron-Core, as its own training script sets it up.
 
-Run under torchrun with a job file (see peer_comparison.py). Overlaps of gradients, parameters and transfers, the
+Run under torchrun with a job file (see peer_job.py). Overlaps of gradients, parameters and transfers, the
 distributed optimizer, fp32 gradients and sequence parallelism are on. With TransformerEngine its layers are used;
 without it Megatron's own, given torch's fused attention and a norm that sequence parallelism knows, which they lack.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import Store
 
-from benchmarks.training.peer_comparison import PeerJob, Timed, connect, run_child
+from benchmarks.training.peer_job import PeerJob, PreparedPeer, connect, run_child
 from megascale.train.host_pauses import GarbageCollector
 
 _FUSED = "fused_weight_gradient_mlp_cuda"
@@ -237,7 +237,7 @@ def select_slices(x: Tensor, rank: int, ranks: int) -> Tensor:
     return torch.cat([slices[:, rank], slices[:, 2 * ranks - 1 - rank]], dim=1).contiguous()
 
 
-def prepare(job: PeerJob, device: torch.device, store: Store | None = None) -> Timed:
+def prepare(job: PeerJob, device: torch.device, store: Store | None = None) -> PreparedPeer:
     """Return a peer with model and optimizer.
 
     Args:
@@ -287,7 +287,7 @@ def prepare(job: PeerJob, device: torch.device, store: Store | None = None) -> T
         from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
         forward_backward = FullCudaGraphWrapper(forward_backward, config.cuda_graph_warmup_steps)
-    rows = job.rows(parallel_state.get_data_parallel_rank(), device)  # [s + 1, b]
+    rows = job.draw_tokens(parallel_state.get_data_parallel_rank(), device)  # [s + 1, b]
     tokens, labels = rows[:-1].T.contiguous(), rows[1:].T.contiguous()
     positions = torch.arange(length, device=device).expand_as(tokens)
     if job.context > 1:
@@ -336,7 +336,7 @@ def prepare(job: PeerJob, device: torch.device, store: Store | None = None) -> T
 
         measure_load = partial(measure_rank_load, chunks, step, ranks=job.experts["ranks"], router_type=TopKRouter)
     overrides = "".join(f", {key}={value}" for key, value in (job.settings | job.data_settings).items())
-    return Timed(
+    return PreparedPeer(
         step,
         {"megatron-core": version("megatron-core")},
         f"{arguments}, {precision}{exchange}, distributed optimizer, all overlaps, planned collection{overrides}"
@@ -347,10 +347,12 @@ def prepare(job: PeerJob, device: torch.device, store: Store | None = None) -> T
     )
 
 
-def measure_rank_load(chunks: list[Any], step: Callable[[], Any], *, ranks: int, router_type: type[nn.Module]) -> float:
+def measure_rank_load(
+    chunks: list[Any], step: Callable[[], Any], *, ranks: int, router_type: type[nn.Module]
+) -> float | None:
     """Make a step and return the largest load of a rank with experts over the mean load, in any layer. Collective.
 
-    Every rank must hold the same layers.
+    Every rank must hold the same layers. The result is None if the step replays a CUDA graph, which calls no routers.
 
     Args:
         ranks: number of ranks that divide the experts.
@@ -369,6 +371,8 @@ def measure_rank_load(chunks: list[Any], step: Callable[[], Any], *, ranks: int,
     finally:
         for hook in hooks:
             hook.remove()
+    if len(counts) < len(routers):
+        return None
     counts_LE = torch.stack([counts[index] for index in range(len(routers))])
     torch.distributed.all_reduce(counts_LE)
     loads_LR = counts_LE.unflatten(1, (ranks, -1)).sum(2) / counts_LE.sum(1, keepdim=True)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.training.peer_comparison import PEERS, PeerJob, choose_recipe, make_job, time_steps
+from benchmarks.training.peer_choice import PEERS, choose_recipe
+from benchmarks.training.peer_job import PeerJob, PreparedPeer, make_job, time_steps
 from megascale import torch_private
 from megascale.bench.timing import measure_sustained_gemm_rate
 from megascale.core.flops import CONVENTION, device_peak_tflops, mfu
@@ -24,6 +25,7 @@ from megascale.train.rank_info import find_rank_info
 if TYPE_CHECKING:
     from benchmarks.harness.rank_series import Item
     from benchmarks.training.shape_file import PeerRun, Shape
+    from megascale.bench.step_monitor import StepMonitor
     from megascale.config import Config
 
 ABORT_SECONDS = 30.0  # limit for the abort of a peer's communicators
@@ -54,9 +56,13 @@ def make_shape_job(shape: Shape, peer: PeerRun, config: Config, world: int) -> P
 
 
 def measure_peer(
-    shape: Shape, peer: PeerRun, *, config: Config, item: Item, gemm_seconds: float
+    shape: Shape, peer: PeerRun, *, config: Config, item: Item, monitor: StepMonitor, gemm_seconds: float
 ) -> dict[str, Any] | None:
-    """Train a shape with a peer; return the figures on the last rank, which knows the loss, and None on others."""
+    """Train a shape with a peer; return the figures on the last rank, which knows the loss, and None on others.
+
+    Args:
+        monitor: receives each step, and on the last rank the function that returns the figures so far.
+    """
     rank_info = find_rank_info(config)
     device, world = rank_info.device, rank_info.world
     is_cuda = device.type == "cuda"
@@ -78,18 +84,42 @@ def measure_peer(
     if is_cuda:
         gemm_rates.append(measure_sustained_gemm_rate(device, gemm_seconds))
     timed = module.prepare(job, device, item.open_store())
+
+    def make_result() -> dict[str, Any] | None:
+        if not monitor.seconds:
+            return None
+        return make_figures(job, config, timed, monitor=monitor, device=device, gemm_rates=gemm_rates)
+
+    is_last = rank_info.rank == world - 1
+    if is_last:
+        monitor.make_result = make_result
     with contextlib.closing(timed):
-        seconds, losses = time_steps(timed, job, device)
-        load = None
+        time_steps(timed, job, device, monitor)
         if timed.measure_load is not None:
-            load = timed.measure_load()
+            monitor.record_load(timed.measure_load())
     if is_cuda:
         torch.cuda.synchronize(device)
         gemm_rates.append(measure_sustained_gemm_rate(device, gemm_seconds))
-    if rank_info.rank != world - 1:
+    if not is_last:
         return None
+    return make_result()
+
+
+def make_figures(
+    job: PeerJob,
+    config: Config,
+    timed: PreparedPeer,
+    *,
+    monitor: StepMonitor,
+    device: torch.device,
+    gemm_rates: list[float],
+) -> dict[str, Any]:
+    """Return the figures of the timed steps so far, of which there is at least one."""
+    world = job.world
+    seconds = list(monitor.seconds)  # another thread may append
+    losses = list(monitor.losses)
     device_name = "CPU"
-    if is_cuda:
+    if device.type == "cuda":
         device_name = torch.cuda.get_device_name(device)
     peak_tflops = config.observe.peak_tflops or device_peak_tflops(device_name)
     step_seconds = statistics.median(seconds)
@@ -108,7 +138,8 @@ def measure_peer(
         "tokens_per_second_per_device": rate / world,
         "mfu": mfu(config.model, rate, world, peak_tflops) if peak_tflops else None,
         "mfu_convention": f"{CONVENTION}; peak {peak_tflops} TFLOP/s",
-        "expert_rank_load_max": load,
+        "expert_rank_load_max": monitor.rank_load,
+        "expert_rank_load_step": monitor.rank_load_step or None,
         "gemm_flop_per_s": gemm_rates or None,
         "peak_memory_gib": None,
         "losses": [losses[0], losses[-1]] if losses else [],

@@ -154,6 +154,9 @@ def summarise_turns(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
     result |= {"step_seconds": None, "ours_over_it": None}
     if not measured:
         return result
+    cut = [row for row in measured if "cut" in row]
+    if cut:
+        result |= {"cut": cut[0]["cut"], "all_step_seconds": cut[0]["all_step_seconds"]}
     seconds = [row["step_seconds"] for row in measured]
     result["step_seconds"] = statistics.median(seconds)
     result["spread"] = (max(seconds) - min(seconds)) / result["step_seconds"]
@@ -207,5 +210,5 @@ def print_comparison(rows: Sequence[dict[str, Any]], runs: Sequence[dict[str, An
     for text, name in settings.items():
         console.print(f"{name}: {text}", markup=False)
     for run in runs:
-        if "failed" in run:
+        if "failed" in run or "cut" in run:
             console.print(describe_row(run), markup=False)

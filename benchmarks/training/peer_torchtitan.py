@@ -1,6 +1,6 @@
 """A child of `python -m benchmarks peers`: training steps of torchtitan's Llama 3 trainer on random tokens.
 
-Run under torchrun with a job file (see peer_comparison.py): compiled, fully sharded, no recomputation unless asked for,
+Run under torchrun with a job file (see peer_job.py): compiled, fully sharded, no recomputation unless asked for,
 with asynchronous tensor parallelism and interleaved 1F1B where the layout has those axes.
 """
 
@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.training.peer_comparison import PeerJob, Timed, run_child
+from benchmarks.training.peer_job import PeerJob, PreparedPeer, run_child
 
 FLAVOUR = "measured"
 
 
-def prepare(job: PeerJob, device: torch.device) -> Timed:
+def prepare(job: PeerJob, device: torch.device) -> PreparedPeer:
     """The trainer and a function that makes one of its steps."""
     import torchtitan
     from torchtitan.config import ConfigManager
@@ -47,7 +47,7 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
 
         def __init__(self, rank: int) -> None:
             # Of a pipeline's stages each asks for all micro-batches of a step at once.
-            rows = job.rows(rank, torch.device("cpu"), job.micro_batch * (_in_step(job, data)))
+            rows = job.draw_tokens(rank, torch.device("cpu"), job.micro_batch * (_in_step(job, data)))
             self.batch = rows[:-1].T.contiguous(), rows[1:].T.contiguous()
 
         def __iter__(self) -> Iterator[Any]:
@@ -75,7 +75,7 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
         trainer.gc_handler.run(trainer.step)
         trainer.train_step(batches)
 
-    return Timed(step, {"torchtitan": torchtitan.__version__}, " ".join(arguments))
+    return PreparedPeer(step, {"torchtitan": torchtitan.__version__}, " ".join(arguments))
 
 
 def _in_step(job: PeerJob, data: int) -> int:

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from megascale.config import Config, ModelConfig, load
 from megascale.core import strict_json
-from megascale.data.dataset.samples import IGNORE, HeldOut, SampleSource
+from megascale.data.dataset.held_out import IGNORE, HeldOut
+from megascale.data.dataset.samples import SampleSource
 from megascale.errors import ConfigError, MegascaleError
 from megascale.ops.attention_backends import make_causal_mask
 from megascale.optim.learning_rate import compute_learning_rate

@@ -47,8 +47,15 @@ class RowFile:
 
 
 def name_row(row: dict[str, Any]) -> str:
-    """Return trainer, shape and label of a row."""
-    return " ".join(part for part in (row["trainer"], row["shape"], row["label"]) if part)
+    """Return trainer, shape and label of a row, and whether the time limit cut it."""
+    return " ".join(part for part in (row["trainer"], row["shape"], row["label"], mark_cut(row)) if part)
+
+
+def mark_cut(row: dict[str, Any]) -> str:
+    """Return "(cut, 4 steps)" for a row that the time limit ended after four timed steps, "" for other rows."""
+    if not row.get("cut"):
+        return ""
+    return f"(cut, {len(row['all_step_seconds'])} steps)"
 
 
 def describe_row(row: dict[str, Any]) -> str:
@@ -61,9 +68,12 @@ def describe_row(row: dict[str, Any]) -> str:
         parts.append(f"MFU {100 * row['mfu']:.1f}%")
     if row["peak_memory_gib"] is not None:
         parts.append(f"{row['peak_memory_gib']:.1f} GiB")
-    parts.append(f"{row['seconds_in_all']:.0f} s in all")
+    if "seconds_in_all" in row:  # not in a row of processes that have ended
+        parts.append(f"{row['seconds_in_all']:.0f} s in all")
     if row.get("earlier_shapes"):
         parts.append(f"after {row['earlier_shapes']} other shapes in the same processes")
+    if row.get("cut"):
+        parts.append(row["cut"])
     return f"{name}: {', '.join(parts)}"
 
 
@@ -79,7 +89,7 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
     for row in rows:
-        name = " ".join(part for part in (row["shape"], row["label"]) if part)
+        name = " ".join(part for part in (row["shape"], row["label"], mark_cut(row)) if part)
         if "failed" in row:
             table.add_row(name, "failed")
             continue
@@ -100,7 +110,7 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
         versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
         console.print(f"{first['device']}, {versions}, {first['date']}; MFU: {first['mfu_convention']}")
     for row in rows:
-        if "failed" in row:
+        if "failed" in row or "cut" in row:
             console.print(describe_row(row), markup=False)
 
 

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from benchmarks.training.shape_file import PeerRun, Shape, load_shapes
-from benchmarks.training.shape_rows import OURS, TRAINERS, RowFile, describe_row, print_rows
+from benchmarks.training.shape_rows import OURS, TRAINERS, RowFile, describe_row, name_row, print_rows
+from megascale.bench.step_monitor import StepMonitor
 from megascale.core.process_orders import ORDERS_VARIABLE
 from megascale.errors import ConfigError, MegascaleError, TrainingError
 
@@ -88,9 +89,11 @@ def shapes(
 ) -> None:
     """Measure step time, tokens/s, MFU and memory of several shapes in one set of processes.
 
-    A shape that fails, runs out of memory or takes longer than its limit has its reason in its row. The rest is
-    measured: in the same processes, or in new ones if these cannot go on. A shape that the host bounds can be slower
-    after many others in the same processes: repeat it with --fresh.
+    A shape that fails, runs out of memory or takes longer than its limit has its reason in its row. If the limit ends
+    the timed steps, the row has the figures of the steps before it. The rest is measured: in the same processes, or in
+    new ones if these cannot go on. The first rank prints the progress about every ten seconds.
+
+    A shape that the host bounds can be slower after many others in the same processes: repeat it with --fresh.
 
     Examples:
 
@@ -144,7 +147,7 @@ def list_tasks(all_shapes: Sequence[Shape], trainer: str, only: Sequence[str]) -
 
 def load_configs(tasks: Sequence[Task], world: int, device: str | None) -> list[Config]:
     """Return the tasks' configurations. Raises ConfigError or FitError that names the shape, before anything starts."""
-    from benchmarks.training.peer_comparison import find_obstacle
+    from benchmarks.training.peer_choice import find_obstacle
     from megascale.core.layout import lay_out
 
     configs = []
@@ -187,7 +190,13 @@ def launch_tasks(tasks: Sequence[Task], configs: Sequence[Config], rows: RowFile
         following = len(rows.rows)
         if following < len(tasks) and server.has_begun(following):
             reason = server.read_failure(following) or f"the processes ended with exit code {code}"
-            rows.add(tasks[following].key | {"failed": reason})
+            row: dict[str, Any] = dict(tasks[following].key)
+            partial = server.read_partial(following)
+            if partial is None:
+                row["failed"] = reason
+            else:
+                row |= partial | {"cut": reason}
+            rows.add(row)
         if len(rows.rows) == first:
             raise TrainingError(f"the processes ended with exit code {code} before a shape began; see the lines above")
 
@@ -256,23 +265,37 @@ def measure_task(
     config = task.shape.load_config(device)
 
     def measure(item: Item) -> dict[str, Any] | None:
+        monitor = StepMonitor(
+            name_row(task.key),
+            warmup=task.shape.warmup,
+            steps=task.shape.steps,
+            prints=item.rank == 0,
+            check=item.check,
+        )
+        item.watch_steps(monitor)
         if task.peer is None:
             return measure_ours(
                 task.shape,
                 config,
                 item,
+                monitor=monitor,
                 suffix=series.name_suffix(number),
                 gemm_seconds=gemm_seconds,
                 profile_folder=profile_folder,
             )
         from benchmarks.training.peer_shape import measure_peer
 
-        return measure_peer(task.shape, task.peer, config=config, item=item, gemm_seconds=gemm_seconds)
+        return measure_peer(task.shape, task.peer, config=config, item=item, monitor=monitor, gemm_seconds=gemm_seconds)
 
     outcome = series.run(number, min(task.seconds, max(1.0, read_remaining_seconds())), measure)
     row: dict[str, Any] = dict(task.key)
-    if outcome.result is not None and not outcome.error:
-        row |= outcome.result
+    figures = outcome.result
+    if outcome.error:
+        figures = outcome.partial
+        if figures is not None:
+            row["cut"] = outcome.error
+    if figures is not None:
+        row |= figures
         peaks = [peak for peak in outcome.peak_gib if peak is not None]
         if peaks:
             row["peak_memory_gib"] = max(peaks)
@@ -289,6 +312,7 @@ def measure_ours(
     config: Config,
     item: Item,
     *,
+    monitor: StepMonitor,
     suffix: str,
     gemm_seconds: float,
     profile_folder: Path | None = None,
@@ -315,6 +339,7 @@ def measure_ours(
         gemm_seconds=gemm_seconds,
         host_steps=0,
         profile=profile,
+        monitor=monitor,
     )
 
 
@@ -334,4 +359,4 @@ def print_plan(tasks: Sequence[Task], configs: Sequence[Config], world: int) -> 
             f"{task.shape.warmup} + {task.shape.steps} steps, limit {task.seconds:.0f} s"
         )
         for reason in sorted(reasons):
-            typer.echo(f"  no CUDA graphs: {reason}")
+            typer.echo(f"  no CUDA graphs expected: {reason}")

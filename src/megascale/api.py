@@ -9,7 +9,7 @@ Train for 100 steps::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -201,6 +201,7 @@ def evaluate(
     device: str = "auto",
     linear_precision: str | None = None,
     context: int = 1,
+    on_progress: Callable[[int, int], object] | None = None,
 ) -> Evaluation:
     """Return the loss of a run's checkpoint on a token file.
 
@@ -212,9 +213,11 @@ def evaluate(
         linear_precision: replaces the train.linear_precision of training.
         context: number of processes that divide the tokens of each window. Each of them, started by torchrun, calls
             this function.
+        on_progress: called before each batch with the number of windows that are evaluated and of all.
 
     Raises DataError if the file was tokenized with another tokenizer than the run's data.
     """
+    from megascale.checkpoint.loader import LoadReport
     from megascale.data.dataset import manifest, tokenizer_agreement
     from megascale.train.context_ranks import join_ranks
     from megascale.train.evaluation import evaluate_file
@@ -234,8 +237,12 @@ def evaluate(
     tokenizer_agreement.check_token_file(option, prefix, identity, config.model.vocab_size)
     manifest.check_sampled_tokens(option, prefix)
     with join_ranks(config, context, device) as ranks:
-        engine, config = restore_engine(run, step=step, device=device, linear_precision=linear_precision, ranks=ranks)
-        return evaluate_file(engine, config, prefix, stride=stride, option=option)
+        report = LoadReport()
+        engine, config = restore_engine(
+            run, step=step, device=device, linear_precision=linear_precision, ranks=ranks, report=report
+        )
+        evaluation = evaluate_file(engine, config, prefix, stride=stride, option=option, on_progress=on_progress)
+    return replace(evaluation, step=report.step)
 
 
 def generate(
@@ -253,6 +260,7 @@ def generate(
     device: str = "auto",
     context: int = 1,
     on_note: Callable[[str], object] | None = None,
+    on_step: Callable[[int | None], object] | None = None,
 ) -> Iterator[str]:
     """Continue `prompt` with a run's checkpoint, and yield the text in pieces, without the prompt.
 
@@ -261,8 +269,9 @@ def generate(
 
     The text ends after `tokens` tokens, at the tokenizer's end of document, at an end token of the imported model's
     generation settings, or before the first of the texts `stop`. `on_note` receives a sentence if the prompt is longer
-    than the training's sequences.
+    than the training's sequences. `on_step` receives the step of the checkpoint once it is loaded.
     """
+    from megascale.checkpoint.loader import LoadReport
     from megascale.model.huggingface.generation_config import list_end_ids, load_generation_config
     from megascale.train.context_ranks import join_ranks
     from megascale.train.generation import Sampling, decode_stream, explain_long_prompt, generate_tokens
@@ -279,7 +288,10 @@ def generate(
     ends = {tokenizer.end_of_document, *list_end_ids(load_generation_config(run))}
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     with join_ranks(config, context, device) as ranks:
-        model, _ = restore_model(run, step=step, device=device, ranks=ranks)
+        report = LoadReport()
+        model, _ = restore_model(run, step=step, device=device, ranks=ranks, report=report)
+        if on_step is not None:
+            on_step(report.step)
         prompt_ids = tokenizer.encode_prompt(prompt)
         note = explain_long_prompt(prompt_ids, model.model)
         if note and on_note is not None:
@@ -306,6 +318,7 @@ def open_chat(
     Messages are rendered by the chat template of the run's tokenizer. A reply ends where the template ends a turn, at
     an end token, or after `tokens` tokens. Raises DataError without a template.
     """
+    from megascale.checkpoint.loader import LoadReport
     from megascale.data.tokenizer.chat_template import check_special_tokens, load_chat_template
     from megascale.model.huggingface.generation_config import list_end_ids, load_generation_config
     from megascale.train.chat import ChatSession, find_chat_folder
@@ -323,8 +336,18 @@ def open_chat(
     check_special_tokens(template, folder, tokenizer)
     ends = {tokenizer.end_of_document, *list_end_ids(load_generation_config(run))}
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
-    model, _ = restore_model(run, step=step, device=device)
-    return ChatSession(model, tokenizer, template, ends=ends, sampling=sampling, tokens=tokens, system=system)
+    report = LoadReport()
+    model, _ = restore_model(run, step=step, device=device, report=report)
+    return ChatSession(
+        model,
+        tokenizer,
+        template,
+        ends=ends,
+        sampling=sampling,
+        tokens=tokens,
+        system=system,
+        step=report.step,
+    )
 
 
 def import_model(folder: str | Path, run: str | Path, *, sequence_length: int | None = None) -> Conversion:

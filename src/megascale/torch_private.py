@@ -10,6 +10,7 @@ import ctypes
 import importlib
 import inspect
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -98,6 +99,22 @@ def call_directly(operator: Operator) -> Operator:
         operator.apply = super(torch.autograd.Function, operator).apply  # type: ignore[misc, method-assign]
         backward_class.apply = operator.backward
     return operator
+
+
+def get_cublaslt_workspace_bytes() -> int:
+    """Return the size of the workspace with which torch asks cuBLASLt for the algorithm of a GEMM.
+
+    Releases without a getter (2.11) take CUBLASLT_WORKSPACE_SIZE in KiB, 1 MiB if it is not set, and at most the size
+    of cuBLAS's workspace (`:KiB:COUNT`, repeated).
+    """
+    getter = getattr(torch._C, "_cuda_getCublasLtWorkspaceSize", None)
+    if getter is not None:
+        return int(getter())
+    nbytes = int(os.environ.get("CUBLASLT_WORKSPACE_SIZE", "1024")) << 10
+    chunks = re.findall(":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if not chunks:
+        return nbytes
+    return min(nbytes, sum(int(kibibytes) * int(count) for kibibytes, count in chunks) << 10)
 
 
 def dump_flight_recorder() -> str:

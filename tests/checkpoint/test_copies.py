@@ -52,29 +52,41 @@ def view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[box_slices(Box((0,) * tensor.dim(), tuple(tensor.shape)), box)]
 
 
-@given(st.lists(st.tuples(cuts(), st.sampled_from(TYPES), st.booleans()), max_size=4))
-def test_pieces_are_joined_byte_by_byte_whatever_their_types_and_strides(cases: list) -> None:
+class DeviceCopier(ShardCopier):
+    """Copies all tensors as those on a GPU: one thread makes the copies of a round."""
+
+    @staticmethod
+    def _is_on_device(tensor: torch.Tensor) -> bool:
+        return True
+
+
+COPIERS = st.sampled_from([ShardCopier, DeviceCopier])
+
+
+@given(st.lists(st.tuples(cuts(), st.sampled_from(TYPES), st.booleans()), max_size=4), COPIERS)
+def test_pieces_are_joined_byte_by_byte_whatever_their_types_and_strides(cases: list, copier: type) -> None:
     pieces = []
     for (shape, boxes), dtype, turned in cases:
         tensor = numbered(shape, dtype)
         pieces += [view(tensor, box).mT if turned and len(shape) > 1 else view(tensor, box) for box in boxes]
-    with ShardCopier([]) as several:
+    with copier([]) as several:
         got = several.join(pieces, HOST)[0]
     plain = [piece.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for piece in pieces]
     assert got.tolist() == [byte for piece in plain for byte in piece.tolist()]
 
 
-@given(cuts(), st.sampled_from(TYPES), st.sampled_from(TYPES))
+@given(cuts(), st.sampled_from(TYPES), st.sampled_from(TYPES), COPIERS, st.booleans())
 def test_a_shard_gets_what_it_shares_with_each_chunk_and_no_more(
-    cut: tuple, stored: torch.dtype, live: torch.dtype
+    cut: tuple, stored: torch.dtype, live: torch.dtype, copier: type, waits: bool
 ) -> None:
     shape, (of_shard, *chunks) = cut
     tensor, target = numbered(shape, stored), torch.full(of_shard.sizes, 252).to(live)
     expected, shard = target.clone(), TensorShard("w", shape, of_shard.offsets, target)
-    with ShardCopier([shard]) as several:
+    with copier([shard]) as several:
         for box in chunks:
             several.copy_to_shard(box, view(tensor, box), shard)
-            several.wait_for_previous_round()
+            if waits:
+                several.wait_for_previous_round()
     for box in chunks:
         common = intersect_boxes(box, of_shard)
         if common is not None:
@@ -96,6 +108,12 @@ def test_staging_holds_a_copy_of_what_fits_whatever_its_strides(cut: tuple, dtyp
         assert copy.is_contiguous()
         assert copy.dtype is dtype
         assert torch.equal(copy.double(), piece.double()) if dtype.itemsize < 8 else torch.equal(copy, piece)
+
+
+def test_a_copy_within_a_device_that_fails_fails_the_context() -> None:
+    target = torch.zeros(4)
+    with pytest.raises(RuntimeError, match="size"), DeviceCopier([]) as copier:
+        copier._device_pairs.append((target, torch.zeros(3)))
 
 
 def test_a_copy_that_fails_in_its_thread_fails_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

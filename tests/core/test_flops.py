@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.config import from_tree
-from megascale.core import flops, inventory
+from megascale.core import flops, inventory, part_inventories
 
 
 def model(**keys):
@@ -47,14 +47,15 @@ def test_window_share_is_the_area_kept(sequence, data):
     window = data.draw(st.integers(1, sequence))
     retained = sum(min(window, query + 1) for query in range(sequence))
     full = sequence * (sequence + 1) / 2
-    assert inventory.window_area_fraction(sequence, window) == pytest.approx(retained / full)
-    assert inventory.window_area_fraction(sequence, sequence) == inventory.window_area_fraction(sequence, None) == 1.0
+    assert part_inventories.window_area_fraction(sequence, window) == pytest.approx(retained / full)
+    assert part_inventories.window_area_fraction(sequence, sequence) == 1.0
+    assert part_inventories.window_area_fraction(sequence, None) == 1.0
 
 
 def test_layer_pattern_counts_layer_by_layer():
     shape = {"layers": 4, "hidden": 64, "heads": 4, "sequence_length": 256, "vocab_size": 128}
     full, windowed = model(**shape), model(**shape, window=32, layer_pattern="SSL")
-    part = inventory.window_area_fraction(256, 32)
+    part = part_inventories.window_area_fraction(256, 32)
     assert part < 0.25
     single = flops.flops_per_token(full).attention / 4
     assert flops.flops_per_token(windowed).attention == pytest.approx(single * (3 * part + 1))

@@ -8,13 +8,66 @@ import pytest
 
 from megascale import config as configuration
 from megascale.config.parts import ACTIVATIONS
+from megascale.core.graph_choice import LaunchTimes, decide_graphs
 from megascale.core.grid import Grid
+from megascale.core.layout import lay_out
 from megascale.core.rank_memory import explain_no_graphs
 
 
 def why(*settings: str, data: int = 1, tensor: int = 1) -> str:
     tree = configuration.load(None, ["model.preset=gpt2-124m", "train.global_batch=16"] + list(settings))
     return explain_no_graphs(tree, Grid(tensor=tensor, data=data))
+
+
+def test_a_measurement_replaces_the_estimate_of_launches():
+    settings = ["model.preset=gpt-13b", "train.micro_batch=8", "train.global_batch=64", "parallel.data=2"]
+    tree = configuration.load(None, settings)
+    assert "longer than its launches" in explain_no_graphs(tree, Grid())
+    assert explain_no_graphs(tree, Grid(), measures_launches=True) == ""
+    layout = lay_out(tree, 2)
+    memory, reason = layout.stage_memory(0, measures_launches=True)
+    assert reason == ""
+    assert memory.graph_buffers > 0
+    refused, reason = layout.stage_memory(0, memory.total - 1, measures_launches=True)
+    assert "do not fit in the remaining memory" in reason
+    assert refused.graph_buffers == 0
+
+
+@pytest.mark.parametrize(
+    ("times", "uses_graphs", "slowest_rank"),
+    [
+        ([(60, 100)], False, 0),
+        ([(75, 100)], True, 0),
+        ([(60, 100), (12, 15), (50, 100)], True, 1),
+        ([(60, 100), (0, 0)], False, 0),
+        ([(0, 0), (0, 0)], False, 0),
+    ],
+)
+def test_the_rank_with_the_largest_share_decides(times, uses_graphs, slowest_rank):
+    decision = decide_graphs([LaunchTimes(*pair) for pair in times], [0.0] * len(times))
+    assert (decision.uses_graphs, decision.slowest_rank) == (uses_graphs, slowest_rank)
+    assert decision.times == LaunchTimes(*times[slowest_rank])
+
+
+def test_the_line_names_times_and_obstacle():
+    slow = decide_graphs([LaunchTimes(10.0, 40.0), LaunchTimes(124.04, 136.5)], [0.0, 0.0])
+    measured = "rank 1 submits a micro-batch in 124.0 ms, and its GPU runs it in 136.5 ms: a share of 0.91"
+    assert slow.describe("at once").startswith(f"forward and backward of each chunk, at once ({measured}")
+    assert slow.describe("at once", "no memory").startswith(f"off (no memory; {measured}")
+    assert decide_graphs([LaunchTimes(10.0, 40.0)], [0.0]).describe("at once").startswith("off (rank 0 submits")
+    unmeasured = decide_graphs([LaunchTimes()], [0.0])
+    assert unmeasured.describe("at once") == "off (no micro-batch of a step can be replayed)"
+    assert unmeasured.describe("at once", "no memory") == "off (no memory)"
+
+
+def test_a_rank_without_memory_keeps_all_ranks_eager():
+    decision = decide_graphs([LaunchTimes(9.0, 10.0)] * 3, [0.0, 2.04, 1.0])
+    assert not decision.uses_graphs
+    text = decision.describe("at once")
+    assert text.startswith(
+        "off (rank 1 lacks 2.0 GiB of memory for the graphs' buffers; --kernels.graphs=on tries anyway"
+    )
+    assert "in 9.0 ms, and its GPU runs it in 10.0 ms" in text
 
 
 def test_small_micro_batches_are_and_large_ones_gain_nothing():

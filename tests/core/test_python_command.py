@@ -36,8 +36,9 @@ def test_a_module_in_the_working_directory_is_not_imported(hostile, command):
 
 def test_folders_of_pythonpath_stay(tmp_path):
     (tmp_path / "chosen.py").write_text("print('imported')\n")
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(
-        module_command("chosen"), env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+        module_command("chosen"), env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
     )
     assert result.stdout == "imported\n"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -16,9 +16,12 @@ from megascale.config import from_tree
 from megascale.core.parameter_counts import count_stage_parameters, count_stage_units
 from megascale.core.traffic import estimate_stage_traffic
 from megascale.errors import ConfigError
-from megascale.parallel import parameter_slots, symmetric
+from megascale.ops.linear import Gemms
+from megascale.parallel import copy_reduction, parameter_slots, symmetric
 from megascale.parallel.collectives import Axis, Pending, all_gather_into
+from megascale.parallel.copy_reduction import _round as write_rounded
 from megascale.parallel.parameter_slots import ParameterSlots
+from megascale.train.reduction_check import ReductionCheck
 from tests.exact.cases import TWO_LAYERS, Case, case, select_cases
 from tests.exact.compare import assert_equal
 from tests.exact.test_graphs import assert_same_bits
@@ -401,8 +404,8 @@ def test_reductions_by_copies_are_exact(name, pool, one_process):
 
 
 @pytest.mark.parametrize("zero", [2, 3])
-def test_rounded_reductions_by_copies_are_those_of_collectives(zero, pool):
-    """The same addends are rounded, and sums differ by their order alone."""
+def test_rounded_reductions_by_copies_differ_from_exact_ones_by_their_rounding(zero, pool):
+    """Copies round the addends of this rank too, collectives those of the others alone."""
     float32 = {"train": {"precision": "float32"}}
     rounded = {"parallel": {"reduce_dtype": "bfloat16"}}
     layout = case(data=2, microbatches=3, zero=zero, model=UNTIED, **float32, **rounded)
@@ -411,8 +414,91 @@ def test_rounded_reductions_by_copies_are_those_of_collectives(zero, pool):
     unrounded = pool.run(train, 2, exact.tree, 1)
     results = pool.run(train_with_copied_reductions, 2, layout.tree, 1)
     assert all(count > 0 for _, count in results)
-    assert compare_gradients(expected, [report for report, _ in results]) < 1e-6
-    assert compare_gradients(expected, unrounded) > 1e-4
+    error_of_collectives = compare_gradients(unrounded, expected)
+    error_of_copies = compare_gradients(unrounded, [report for report, _ in results])
+    assert error_of_collectives > 1e-4
+    assert 1.1 * error_of_collectives < error_of_copies < 1.7 * error_of_collectives  # by chance the root of 2
+
+
+ROUNDED_LAYOUTS = {
+    "ZeRO-2": case(data=2, microbatches=3, zero=2, model=UNTIED),
+    "ZeRO-2, small buckets, pipeline": REDUCTION_LAYOUTS["ZeRO-2, small buckets, pipeline"],
+    "ZeRO-3, tied": case(data=2, microbatches=3, zero=3),
+    "ZeRO-3, chunks": CASES["two stages of five chunks"],
+}
+
+
+@contextmanager
+def rounded_afterwards() -> Iterator[None]:
+    """Let GEMMs write their gradients in float32."""
+    with mock.patch.object(Gemms, "can_round_wgrad", False):
+        yield
+
+
+def train_rounded(
+    rank: int, world: int, tree: dict[str, Any], steps: int, change: Callable[[], AbstractContextManager[None]]
+) -> tuple[RankReport, int]:
+    """Train with the stand-in; return also how many elements of rounded slots were written afterwards."""
+    element_count = 0
+
+    def count(sent: torch.Tensor, grads: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
+        nonlocal element_count
+        element_count += sum(stop - start for start, stop in ranges)
+        write_rounded(sent, grads, ranges)
+
+    with change(), mock.patch.object(copy_reduction, "_round", count):
+        report, _ = train_with_copied_reductions(rank, world, tree, steps)
+    return report, element_count
+
+
+@pytest.mark.parametrize("graphs", ["off", "on"])
+@pytest.mark.parametrize("name", ROUNDED_LAYOUTS)
+def test_gradients_that_gemms_round_have_the_bits_of_a_rounding_afterwards(name, graphs, pool):
+    layout = ROUNDED_LAYOUTS[name]
+    tree = {
+        **layout.tree,
+        "train": {**layout.tree["train"], "precision": "float32"},
+        "parallel": {**layout.tree["parallel"], "reduce_dtype": "bfloat16"},
+        "kernels": {"graphs": graphs},
+    }
+    direct = pool.run(train_rounded, layout.world, tree, STEPS, nullcontext)
+    afterwards = pool.run(train_rounded, layout.world, tree, STEPS, rounded_afterwards)
+    for (report, direct_count), (expected, count) in zip(direct, afterwards, strict=True):
+        assert_same_bits(expected, report)
+        assert direct_count < 0.7 * count
+
+
+def find_wrong_sums(rank: int, world: int, tree: dict[str, Any], fault: float) -> bool:
+    """Return whether the check of a step's reductions finds a wrong block; `fault` is added to one gradient."""
+    tree = {**tree, "overlap": {**tree["overlap"], "reductions": "copies"}}
+
+    def make(axis: Axis, peer_memory_bytes: int, **options: Any) -> GlooExchange:
+        return GlooExchange(axis, peer_memory_bytes)
+
+    with mock.patch.object(symmetric, "make_exchange", make):
+        engine = make_engine(rank, world, tree)
+    report = RankReport()
+    run_step(engine, 1, report)
+    check = ReductionCheck(engine.data_parallel, engine.layout.microbatches, torch.bfloat16)
+    check.begin()
+    run_step(engine, 2, report)
+    check.end()
+    slots = engine.data_parallel.gradient_slots
+    assert slots is not None
+    slots.buckets[0][1]._shard_grads[0] += fault
+    return bool(check.find_wrong_blocks().any())
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_the_check_of_reductions_reads_gradients_in_rounded_slots(zero, pool):
+    layout = case(data=2, microbatches=2, zero=zero, model=UNTIED)
+    tree = {
+        **layout.tree,
+        "train": {**layout.tree["train"], "precision": "float32"},
+        "parallel": {**layout.tree["parallel"], "reduce_dtype": "bfloat16"},
+    }
+    assert pool.run(find_wrong_sums, 2, tree, 0.0) == [False, False]
+    assert pool.run(find_wrong_sums, 2, tree, 1.0) == [True, True]
 
 
 def compare_gradients(expected: list[RankReport], reports: list[RankReport]) -> float:

@@ -22,6 +22,7 @@ from megascale.data.dataset.sample_fields import restart_positions
 from megascale.ops import side_stream
 from megascale.optim.learning_rate import compute_learning_rate
 from megascale.parallel.buffers import split_extent
+from megascale.parallel.launch_times import LaunchClock
 from megascale.train.engine import Engine
 from tests.exact import kept_groups
 
@@ -112,14 +113,20 @@ def train(
     return report
 
 
-def make_engine(rank: int, world: int, tree: dict[str, Any], fields: SampleFields = NO_FIELDS) -> Engine:
-    """The engine of this rank; the default process group stands."""
+def make_engine(
+    rank: int,
+    world: int,
+    tree: dict[str, Any],
+    fields: SampleFields = NO_FIELDS,
+    launch_clock: LaunchClock | None = None,
+) -> Engine:
+    """Return the engine of this rank. The default process group exists."""
     config = configuration.from_tree(tree)
     layout = lay_out(config, world)
     groups = None
     if world > 1:
         groups = kept_groups.get_groups(layout, rank, config.model.tied_embeddings)
-    return Engine(layout, groups, torch.device("cpu"), fields=fields)
+    return Engine(layout, groups, torch.device("cpu"), fields=fields, launch_clock=launch_clock)
 
 
 def observe(engine: Engine, report: RankReport) -> None:

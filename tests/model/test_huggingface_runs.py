@@ -499,6 +499,7 @@ def test_generate_reads_a_file_and_ends_before_a_stop(named, megascale, tmp_path
     common = ["generate", "runs/a", "--prompt-file", "begun.txt", "--temperature", "0", "--json", "--tokens", "20"]
     full = megascale(*common)
     assert full.returncode == 0, full.stderr
+    assert json.loads(full.stdout)["step"] == 0
     text = json.loads(full.stdout)["text"]
     ids = tokenizer.encode(TEXT)
     assert text == tokenizer.decode(their_greedy(load_run(tmp_path), ids, 20, eos_token_id=0)).rstrip("\ufffd")

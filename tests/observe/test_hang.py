@@ -36,6 +36,7 @@ from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
 from megascale.parallel.collectives import Axis
 from megascale.parallel.runtime import Runtime
 from megascale.torch_private import dump_flight_recorder
+from megascale.train.telemetry import add_attempt
 from tests.chaos.local import hang as hang_bench
 from tests.chaos.local.hang import CASES, LAYOUTS, run_case
 from tests.forked import context, popen
@@ -596,6 +597,37 @@ def test_aborted_calls_of_earlier_attempts_are_no_evidence(has_default_calls: bo
     assert record.groups["data_reduce/0"] == GroupCounts(2, 4, 4)
     assert ("world" in record.groups) == has_default_calls
     assert len(record.calls) == 4 + has_default_calls
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_groups_that_are_prepared_for_the_next_attempt_are_not_the_present_ones(is_prepared: bool, tmp_path: Path):
+    """In an attempt with prepared groups, the calls of its default group have the attempt in their name."""
+    attempts = {4: 4, 5: 3, 6: 4}  # number of ranks by attempt
+    entries, groups = [], {}
+    for attempt, world in attempts.items():
+        call = ENTRY | {"profiling_name": "nccl:all_reduce", "state": "completed"}
+        ranks = json.dumps(list(range(world)))
+        default_name = f"world@{attempt}"
+        if attempt == 4 or (attempt == 5 and not is_prepared):
+            default_name = "0"
+        description = "default_pg" if default_name == "0" else "undefined"
+        names = [(default_name, description), (f"data_reduce/0@{attempt}", "data_reduce")]
+        for number, (name, text) in enumerate(names):
+            group = {"process_group": [name, text], "pg_id": 2 * attempt + number}
+            entries += [call | group | {"collective_seq_id": sequence} for sequence in range(1, attempt + 1)]
+            groups[name] = {"name": name, "desc": text, "ranks": ranks}
+    dump = json.dumps({"entries": entries, "pg_config": groups})
+    (tmp_path / "rank-0.json").write_text(add_attempt(dump, 5))
+    record = read_flight(tmp_path / "rank-0.json").record
+    assert record.groups == {"world": GroupCounts(3, 5, 5), "data_reduce/0": GroupCounts(3, 5, 5)}
+    (tmp_path / "rank-0.json").write_text(add_attempt(dump, 6))
+    record = read_flight(tmp_path / "rank-0.json").record
+    assert record.groups == {"world": GroupCounts(4, 6, 6), "data_reduce/0": GroupCounts(4, 6, 6)}
+
+
+@pytest.mark.parametrize("dump", ["{}", ' {"entries": []}'])
+def test_a_dump_keeps_its_contents_with_the_attempt(dump: str) -> None:
+    assert json.loads(add_attempt(dump, 3)) == json.loads(dump) | {"megascale_attempt": 3}
 
 
 def make_default_groups(file: Path) -> None:

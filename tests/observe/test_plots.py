@@ -52,7 +52,7 @@ def run_folder(path: Path, records: list[dict]) -> Path:
 def test_each_axis_places_steps_and_evaluations(axis, locations):
     curves = Curves.from_records("a", RECORDS, axis)
     assert curves.x == pytest.approx(locations)
-    assert curves.held_out == [(pytest.approx(locations[1]), 3.5), (pytest.approx(locations[3]), 2.5)]
+    assert curves.valid_points == [(pytest.approx(locations[1]), 3.5), (pytest.approx(locations[3]), 2.5)]
     assert math.isnan(curves.loss[2])
     assert "held out 2.500" in curves.format_label(0.9)
     assert curves.format_label(0).startswith("a: 2.000")
@@ -116,7 +116,7 @@ def test_curves_of_damaged_records_are_numbers_gaps_or_a_sentence(tmp_path_facto
     except DataError:
         return
     assert curves.format_label(0.9)
-    for values in (curves.x, curves.loss, curves.rate, curves.norm, [y for _, y in curves.held_out]):
+    for values in (curves.x, curves.loss, curves.rate, curves.norm, [y for _, y in curves.valid_points]):
         assert all(math.isnan(value) or abs(value) <= 1e30 for value in values)
 
 

@@ -15,6 +15,8 @@ from megascale.ops import (
     dropout,
     fused_projection,
     grouped_gemm,
+    grouped_gradients,
+    lamb,
     norm,
     norm_rotary,
     rope,
@@ -83,8 +85,8 @@ def optimizer(on_device: bool) -> None:
     options = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "segments": table, "step": o.step}
     options |= {"grad_scale": torch.tensor(1.0), "skip": torch.tensor(False)}
     adam.adamw_apply(w, m, v, g, out, lr=o.lr, **options)
-    sums = adam.lamb_direction(w, m, v, g, g, **options)
-    adam.lamb_apply(w, g, out, sums, lr=o.lr, trust_min=0.0, trust_max=10.0, segments=table, skip=options["skip"])
+    sums = lamb.lamb_direction(w, m, v, g, g, **options)
+    lamb.lamb_apply(w, g, out, sums, lr=o.lr, trust_min=0.0, trust_max=10.0, segments=table, skip=options["skip"])
 
 
 def recomputed_activation(x: torch.Tensor, bias: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -156,8 +158,9 @@ def grouped_gemms() -> None:
     grouped_gemm.multiply_groups(dy, weights, offsets, transposed=True)
     grouped_gemm.multiply_groups(dy, weights.transpose(1, 2).contiguous(), offsets, by_blocks=True)
     grouped_gemm.multiply_groups(dy, weights, offsets, transposed=True, by_blocks=True)
-    grouped_gemm.accumulate_group_gradients(main_grad, dy, x, offsets, index)
-    grouped_gemm.accumulate_group_gradients(main_grad, torch.zeros(512, 1536, dtype=BF16), dy, offsets, dy_index=index)
+    grouped_gradients.accumulate_group_gradients(main_grad, dy, x, offsets, index)
+    narrow_dy = torch.zeros(512, 1536, dtype=BF16)
+    grouped_gradients.accumulate_group_gradients(main_grad, narrow_dy, dy, offsets, dy_index=index)
 
 
 def float8_experts() -> None:

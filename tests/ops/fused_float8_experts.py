@@ -22,8 +22,8 @@ from megascale.ops.float8.formats import E4M3, Float8, dequantise
 from megascale.ops.float8.grouped import multiply_float8_groups, multiply_float8_groups_reference
 from megascale.ops.float8.stacks import cast_activation, cast_stack
 from megascale.ops.gradient_sink import GradientSink
-from megascale.ops.grouped_gemm import Tiling
 from megascale.ops.grouped_linear import add_matrix_gradients, run_experts, run_experts_backward
+from megascale.ops.grouped_tiles import Tiling
 from megascale.ops.routing import plan_rows
 from tests.ops.tools import TOLERANCE, distance
 

@@ -13,16 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.ops import dispatch, grouped_gemm
-from megascale.ops.grouped_gemm import (
-    Tiling,
-    accumulate_group_gradients,
-    accumulate_group_gradients_reference,
-    gather_rows,
-    multiply_groups,
-    multiply_groups_reference,
-    plan_tiles,
-)
+from megascale.ops import dispatch, grouped_gemm, grouped_gradients, grouped_tiles
+from megascale.ops.grouped_gemm import multiply_groups, multiply_groups_reference
+from megascale.ops.grouped_gradients import accumulate_group_gradients, accumulate_group_gradients_reference
+from megascale.ops.grouped_tiles import Tiling, plan_tiles
+from megascale.ops.row_copies import gather_rows
 from tests.ops.tools import TOLERANCE, distance
 
 TILING = Tiling(rows=16, columns=16, inner=16, grouped_rows=3)
@@ -145,8 +140,8 @@ def test_unaligned_factors_are_read_by_pointers(rows_offset, matrix_offset, expe
 def test_gradients_of_unaligned_factors_and_buffers_use_pointers(unaligned, monkeypatch):
     offsets = make_offsets([5, 4])
     by_blocks = []
-    real = grouped_gemm._accumulate_blocks
-    monkeypatch.setattr(grouped_gemm, "_accumulate_blocks", lambda *inputs: by_blocks.append(1) or real(*inputs))
+    real = grouped_gradients._accumulate_blocks
+    monkeypatch.setattr(grouped_gradients, "_accumulate_blocks", lambda *inputs: by_blocks.append(1) or real(*inputs))
     dy = draw_at(4 * (unaligned == "dy"), 9, 24, dtype=torch.bfloat16, seed=1)
     x = draw_at(4 * (unaligned == "x"), 9, 40, dtype=torch.bfloat16, seed=2)
     main_grad = draw_at(2 * (unaligned == "gradient"), 2, 24, 40, dtype=torch.float32, seed=3)
@@ -160,11 +155,11 @@ def test_gradients_of_unaligned_factors_and_buffers_use_pointers(unaligned, monk
 # Shared memory per program: Hopper and B200, A100, and GPUs such as RTX 4090 and RTX 5090 (CUDA's programming guide).
 SHARED_BYTES = {"9.0": 232_448, "8.0": 166_912, "8.9 and 12.0": 101_376}
 DEFAULT_TILINGS = (
-    grouped_gemm.ROWS_TILING,
-    grouped_gemm.GATHERED_TILING,
-    grouped_gemm.BLOCK_ROWS_TILING,
-    grouped_gemm.GRADIENT_TILING,
-    grouped_gemm.POINTER_GRADIENT_TILING,
+    grouped_tiles.ROWS_TILING,
+    grouped_tiles.GATHERED_TILING,
+    grouped_tiles.BLOCK_ROWS_TILING,
+    grouped_tiles.GRADIENT_TILING,
+    grouped_tiles.POINTER_GRADIENT_TILING,
 )
 
 
@@ -172,7 +167,7 @@ DEFAULT_TILINGS = (
 @pytest.mark.parametrize("tiling", DEFAULT_TILINGS)
 @pytest.mark.parametrize(("element_bytes", "result_bytes"), [(2, 0), (2, 2), (2, 4), (4, 0)])
 def test_tiles_fit_the_shared_memory_of_a_device(limit, tiling, element_bytes, result_bytes):
-    smaller = grouped_gemm.shrink_tiling(tiling, limit, element_bytes, result_bytes)
+    smaller = grouped_tiles.shrink_tiling(tiling, limit, element_bytes, result_bytes)
     factors = smaller.stages * (smaller.rows + smaller.columns) * smaller.inner * element_bytes
     assert max(factors, smaller.rows * smaller.columns * result_bytes) < limit
     assert smaller.rows == tiling.rows  # as planned by plan_tiles

@@ -14,7 +14,8 @@ from megascale.ops.activation import gelu, swiglu
 from megascale.ops.amax import AmaxPool, get_attached_amax
 from megascale.ops.float8.cast import compute_amax
 from megascale.ops.fused_projection import split_fused_projection
-from megascale.ops.norm import MAX_BLOCK_WITH_BIAS_SUM, add_norm, layer_norm, rms_norm
+from megascale.ops.norm import add_norm, layer_norm, rms_norm
+from megascale.ops.norm_launch import MAX_BLOCK_WITH_BIAS_SUM
 from megascale.parallel.collectives import SINGLE_RANK
 from megascale.parallel.linear import make_linears
 from megascale.parallel.tensor import linear_scatter

@@ -14,14 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.ops import dispatch
-from megascale.ops.adam import (
-    adamw_apply,
-    adamw_apply_reference,
-    lamb_apply,
-    lamb_apply_reference,
-    lamb_direction,
-    lamb_direction_reference,
-)
+from megascale.ops.adam import adamw_apply, adamw_apply_reference
+from megascale.ops.lamb import lamb_apply, lamb_apply_reference, lamb_direction, lamb_direction_reference
 from megascale.ops.segments import Segments
 from tests.ops.tools import distance
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.model.norm import NORM_OPERATORS
-from megascale.ops import dispatch, norm
+from megascale.ops import dispatch, norm_launch
 from megascale.ops.activation import (
     activate,
     geglu_tanh_reference,
@@ -84,7 +84,7 @@ def test_rms_norm(lead, width, dtype):
 @SETTINGS
 @given(leading, norm_widths, dtypes, st.sampled_from(["layernorm", "rmsnorm"]), st.booleans(), st.booleans())
 def test_add_norm(lead, width, dtype, kind, has_x_bias, wide):
-    with mock.patch.object(norm, "MAX_BLOCK_WITH_BIAS_SUM", 1 if wide else norm.MAX_BLOCK_WITH_BIAS_SUM):
+    with mock.patch.object(norm_launch, "MAX_BLOCK_WITH_BIAS_SUM", 1 if wide else norm_launch.MAX_BLOCK_WITH_BIAS_SUM):
         add_norm_matches(lead, width, dtype, kind, has_x_bias)
 
 
@@ -98,16 +98,16 @@ def test_add_norm(lead, width, dtype, kind, has_x_bias, wide):
 )
 def test_add_norm_of_wide_rows(lead, width, dtype, kind, has_x_bias):
     """In one block of columns or two, of which the second has all its columns, some or one."""
-    tile = norm._choose_forward_tile(width)
+    tile = norm_launch.choose_forward_tile(width)
     block, remaining = tile.block, tile.tail
     assert block + remaining >= width > block // 2 + remaining // 2
     assert (remaining > 0) is (4096 < width <= 6144 or width == 12288)
-    with mock.patch.object(norm, "MAX_PARTIAL_SUMS", 3):  # several rows a program, and fewer in the last one
+    with mock.patch.object(norm_launch, "MAX_PARTIAL_SUMS", 3):  # several rows a program, and fewer in the last one
         add_norm_matches(lead, width, dtype, kind, has_x_bias)
 
 
 def add_norm_matches(lead, width, dtype, kind, has_x_bias):
-    norm._choose_backward_tile.cache_clear()  # it is kept by sizes, and constants are patched here
+    norm_launch.choose_backward_tile.cache_clear()  # it is kept by sizes, and constants are patched here
     x, residual = random(*lead, width, dtype=dtype), random(*lead, width, dtype=dtype).flip(-1)
     weight = random(width, dtype=dtype)
     bias = weight.flip(0) if kind == "layernorm" else None

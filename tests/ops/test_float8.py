@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -11,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megascale import torch_private
 from megascale.errors import ConfigError, FitError, TrainingError
 from megascale.ops import dispatch
 from megascale.ops.float8 import cublaslt, gemm
@@ -256,30 +260,45 @@ def test_the_heuristic_result_is_laid_out_as_in_the_header():
 
 
 class FakeLibrary(cublaslt._Library):
-    """cuBLASLt's functions as C would see them: called back through the declared types, every call written down."""
+    """cuBLASLt's functions as C would see them: called back through the declared types, with a log of all calls.
 
-    def __init__(self, result: int = 8) -> None:
+    Attributes:
+        log: name and arguments of each call. Attributes are followed by their value, GEMMs by beta and the addresses
+            of the scales of a and b that the descriptor holds.
+        status: result of each GEMM.
+    """
+
+    def __init__(self, proposals: int = 8, status: int = 0) -> None:
         self.log: list[tuple] = []
+        self.status = status
         self.path = "fake"
         self.version = 130100
-        self.handles = {None: ctypes.c_void_p(7)}
+        self.handles = {-1: ctypes.c_void_p(7)}  # the index of a CPU tensor's device
+        attributes: dict[tuple[int, int], int] = {}
 
         def back(name, types):
             def call(*arguments):
-                self.log.append((name,) + arguments)
+                extra = ()
                 if name.endswith("Create") and len(types) in (3, 5):  # a descriptor or layout: numbered as made
-                    ctypes.c_void_p.from_address(arguments[0]).value = 1000 + len(self.log)
+                    ctypes.c_void_p.from_address(arguments[0]).value = 1001 + len(self.log)
                 if name == "cublasLtMatmulAlgoGetHeuristic":
-                    ctypes.c_int.from_address(arguments[-1]).value = result
+                    ctypes.c_int.from_address(arguments[-1]).value = min(proposals, arguments[7])
+                if name.endswith("SetAttribute"):
+                    value = int.from_bytes(ctypes.string_at(*arguments[2:]), "little")
+                    attributes[arguments[0] or 0, arguments[1]] = value
+                    extra = (value,)
                 if name == "cublasLtMatmul":
-                    self.log[-1] += (ctypes.c_float.from_address(arguments[7]).value,)
-                return 0
+                    beta = ctypes.c_float.from_address(arguments[7]).value
+                    extra = (beta, attributes[arguments[1], 18], attributes[arguments[1], 17])
+                self.log.append((name, *arguments, *extra))
+                return self.status if name == "cublasLtMatmul" else 0
 
             return ctypes.CFUNCTYPE(ctypes.c_int, *types)(call)
 
         self.calls = mock.Mock(spec=[], **{name: back(name, types) for name, types in cublaslt.CALLS.items()})
+        self.set_attribute = self.calls.cublasLtMatmulDescSetAttribute
 
-    def get_workspace(self, device, stream):
+    def get_workspace(self, device, stream, nbytes):
         return 0xBEEF00000000 + stream  # does not fit 32 bits
 
     def named(self, name: str) -> list[tuple]:
@@ -291,7 +310,8 @@ def fake(monkeypatch):
     built = FakeLibrary()
     monkeypatch.setattr(cublaslt, "_library", built)
     monkeypatch.setattr(cublaslt, "_plans", {})
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: mock.Mock(cuda_stream=5))
+    monkeypatch.setattr(cublaslt, "_refusals", {})
+    monkeypatch.setitem(vars(torch_private), "current_raw_stream", lambda device: 5)  # only CUDA builds have it
     return built
 
 
@@ -307,21 +327,153 @@ def test_cublaslt_gets_the_transposed_gemm_with_each_scale_at_its_operand(fake):
         cublaslt.matmul_into(target, a, a_scale, b, b_scale, overwrite=unset)
     layouts = fake.named("cublasLtMatrixLayoutCreate")
     assert [call[1:] for call in layouts] == [(29, 16, 32, 16), (28, 16, 48, 16), (0, 48, 32, 48)]
-    assert len(fake.named("cublasLtMatmulAlgoGetHeuristic")) == 1
+    (proposal,) = fake.named("cublasLtMatmulAlgoGetHeuristic")
+    assert proposal[7] == cublaslt.MAX_PROPOSALS
     first, second = fake.named("cublasLtMatmul")
-    assert (first[-1], second[-1]) == (0.0, 1.0)  # beta
+    assert (first[-3], second[-3]) == (0.0, 1.0)  # beta
     assert (second[3], second[5]) == (b.data_ptr(), a.data_ptr())
     assert second[8] == second[10] == target.data_ptr()
     assert second[13:16] == (0xBEEF00000005, cublaslt.WORKSPACE_BYTES, 5)
-    scales = [call[1] for call in fake.named("cublasLtMatmulDescSetAttribute") if call[1] in (17, 18)]
-    assert scales == [17, 18, 17, 18]
+    assert second[-2:] == (a_scale.data_ptr(), b_scale.data_ptr())
 
 
 def test_a_gemm_without_a_proposed_algorithm_is_an_error(monkeypatch, fake):
-    monkeypatch.setattr(cublaslt, "_library", FakeLibrary(result=0))
+    monkeypatch.setattr(cublaslt, "_library", FakeLibrary(proposals=0))
     a, a_scale, b, b_scale = operands()
     with pytest.raises(TrainingError, match=r"proposes no algorithm, for \[32, 16\]"):
         cublaslt.matmul_into(torch.zeros(32, 48), a, a_scale, b, b_scale)
+
+
+def test_a_product_asks_for_the_algorithm_of_torch_once(fake, monkeypatch):
+    monkeypatch.setattr(torch_private, "get_cublaslt_workspace_bytes", lambda: 1 << 20)
+    a, a_scale, b, b_scale = operands()
+    bias = torch.zeros(48, dtype=torch.bfloat16)
+    out = torch.zeros(32, 48, dtype=torch.bfloat16)
+    assert cublaslt.multiply(out, a, a_scale, b, b_scale, bias=bias, fast=True) == ""
+    (proposal,) = fake.named("cublasLtMatmulAlgoGetHeuristic")
+    assert proposal[7] == 1
+    ((*_, workspace_bytes),) = fake.named("cublasLtMatmulPreferenceSetAttribute")
+    assert workspace_bytes == 1 << 20
+    attributes = {call[1]: call[-1] for call in fake.named("cublasLtMatmulDescSetAttribute")}
+    scales = {17: b_scale.data_ptr(), 18: a_scale.data_ptr()}
+    # Transposed A, fast sums, epilogue with bias, address and type of the bias.
+    assert attributes == {3: 1, 4: 0, 25: 1, 7: 4, 8: bias.data_ptr(), 26: 14, **scales}
+
+    fake.log.clear()
+    assert cublaslt.multiply(out, a, a_scale, b, b_scale, bias=bias, fast=True) == ""
+    assert [name for name, *_ in fake.log] == ["cublasLtMatmul"]
+    fake.log.clear()
+    other_bias = bias.clone()
+    assert cublaslt.multiply(out, a, b_scale, b, a_scale, bias=other_bias, fast=True) == ""
+    names = [name for name, *_ in fake.log]
+    assert names == ["cublasLtMatmulDescSetAttribute"] * 3 + ["cublasLtMatmul"]
+    assert fake.log[-1][-2:] == (b_scale.data_ptr(), a_scale.data_ptr())
+    assert fake.log[-2][-1] == other_bias.data_ptr()
+
+
+def test_each_kind_of_product_has_its_own_plan(fake):
+    a, a_scale, b, b_scale = operands()
+    out = torch.zeros(32, 48, dtype=torch.bfloat16)
+    bias = torch.zeros(48, dtype=torch.bfloat16)
+    row_scales = torch.ones(32, 1), torch.ones(48, 1)
+    calls = (
+        lambda: cublaslt.multiply(out, a, a_scale, b, b_scale),
+        lambda: cublaslt.multiply(out, a, a_scale, b, b_scale, fast=True),
+        lambda: cublaslt.multiply(out, a, a_scale, b, b_scale, bias=bias),
+        lambda: cublaslt.multiply(out, a, row_scales[0], b, row_scales[1]),
+        lambda: cublaslt.multiply(out, a.to(E4M3.dtype), a_scale, b, b_scale),
+        lambda: cublaslt.multiply(torch.zeros(32, 48), a, a_scale, b, b_scale),
+        lambda: cublaslt.multiply(out[:16], a[:16], a_scale, b, b_scale),
+        lambda: cublaslt.matmul_into(out, a, a_scale, b, b_scale),
+    )
+    for count, call in enumerate(calls, start=1):
+        call()
+        call()
+        assert len(fake.named("cublasLtMatmulAlgoGetHeuristic")) == count
+    assert len(fake.named("cublasLtMatmul")) == 2 * len(calls)
+
+
+def test_threads_that_share_a_plan_do_not_mix_their_scales(fake):
+    a, _, b, _ = operands()
+    out = torch.zeros(32, 48, dtype=torch.bfloat16)
+    count = 200
+
+    def multiply(scales):
+        for _ in range(count):
+            assert cublaslt.multiply(out, a, scales[0], b, scales[1]) == ""
+
+    pairs = [allocate_scales(2) for _ in range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(len(pairs)) as threads:
+            list(threads.map(multiply, pairs))
+    finally:
+        sys.setswitchinterval(interval)
+    used = Counter(call[-2:] for call in fake.named("cublasLtMatmul"))
+    assert used == {(pair[0].data_ptr(), pair[1].data_ptr()): count for pair in pairs}
+
+
+def test_a_product_that_cublaslt_refuses_is_torchs(fake, monkeypatch):
+    """The reason is in the record of operators, and the library is not asked again."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    a, b = (cast_by_amax(randn(M, 64, seed=M), E4M3) for M in (32, 48))
+    operands_on_cuda = (a.rows.as_subclass(OnCuda), a.rows_scale, b.rows.as_subclass(OnCuda), b.rows_scale)
+    expected = gemm.matmul(a.rows, a.rows_scale, b.rows, b.rows_scale)
+    out = torch.zeros(32, 48, dtype=torch.bfloat16)
+    for status in (15, 0):  # The second library would run the GEMM, and is not asked.
+        library = FakeLibrary(status=status)
+        monkeypatch.setattr(cublaslt, "_library", library)
+        torch.testing.assert_close(gemm.matmul(*operands_on_cuda), expected)
+        torch.testing.assert_close(gemm.matmul_out(out, *operands_on_cuda), expected)
+        assert len(library.named("cublasLtMatmul")) == (status != 0)
+        choice = dispatch.list_choices()["float8 GEMM calls"]
+        assert choice.startswith("torch._scaled_mm (cublasLtMatmul of fake failed with status 15 (not supported)")
+
+    monkeypatch.setattr(cublaslt, "_plans", {})
+    monkeypatch.setattr(cublaslt, "_refusals", {})
+    monkeypatch.setattr(cublaslt, "_library", FakeLibrary(proposals=0))
+    gemm.matmul(*operands_on_cuda)
+    assert "proposes no algorithm, for [32, 64]" in dispatch.list_choices()["float8 GEMM calls"]
+    monkeypatch.setattr(gemm, "CALLS_DIRECTLY", False)
+    gemm.matmul(*operands_on_cuda)
+    assert dispatch.list_choices()["float8 GEMM calls"] == "torch._scaled_mm (MEGASCALE_DIRECT_GEMMS=0)"
+
+
+def test_a_product_that_cublaslt_runs_is_recorded(fake, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    a, a_scale, b, b_scale = operands()
+    gemm.matmul(a.as_subclass(OnCuda), a_scale, b.as_subclass(OnCuda), b_scale)
+    assert dispatch.list_choices()["float8 GEMM calls"].startswith("cuBLASLt")
+    assert len(fake.named("cublasLtMatmul")) == 1
+
+
+def test_operands_that_a_plan_does_not_describe_are_named(fake):
+    a, a_scale, b, b_scale = operands(M=33)
+    out = torch.zeros(33, 48, dtype=torch.bfloat16)
+    memory = torch.zeros(33 * 48 + 1, dtype=torch.bfloat16)
+    assert "not a multiple of 16" in cublaslt.multiply(memory[1:].view(33, 48), a, a_scale, b, b_scale)
+    assert "not contiguous" in cublaslt.multiply(out, a, a_scale, b.t().contiguous().t(), b_scale)
+    assert "bias is torch.float32" in cublaslt.multiply(out, a, a_scale, b, b_scale, bias=torch.zeros(48))
+    assert fake.log == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "nbytes"),
+    [
+        ({}, 1 << 20),
+        ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, 1 << 20),
+        ({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, 128 << 10),
+        ({"CUBLASLT_WORKSPACE_SIZE": "4096", "CUBLAS_WORKSPACE_CONFIG": ":1024:2:16:8"}, (2048 + 128) << 10),
+        ({"CUBLASLT_WORKSPACE_SIZE": "4096"}, 4 << 20),
+    ],
+)
+def test_torchs_workspace_of_cublaslt(monkeypatch, variables, nbytes):
+    for name in ("CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert torch_private.get_cublaslt_workspace_bytes() == nbytes
 
 
 @pytest.mark.parametrize(

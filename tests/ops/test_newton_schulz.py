@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megascale.ops.adam import newton_schulz
+from megascale.ops.newton_schulz import newton_schulz
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e6])

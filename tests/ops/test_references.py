@@ -13,11 +13,12 @@ from torch.autograd import gradcheck
 from megascale.errors import ConfigError
 from megascale.ops import activation, dispatch
 from megascale.ops.activation import activate, gelu, swiglu
-from megascale.ops.adam import adamw_apply, compute_bias_correction, lamb_apply, lamb_direction, trust_ratio
+from megascale.ops.adam import adamw_apply, compute_bias_correction
 from megascale.ops.attention import AttentionChoice, AttentionChooser, AttentionShape, attention, attention_reference
 from megascale.ops.cross_entropy import VocabShard, chunk_tokens, cross_entropy, linear_cross_entropy
 from megascale.ops.dropout import dropout, dropout_add, make_dropout_key, philox
 from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach
+from megascale.ops.lamb import lamb_apply, lamb_direction, trust_ratio
 from megascale.ops.norm import add_norm, layer_norm, rms_norm
 from megascale.ops.rope import apply_rotary, make_rotary_tables, split_qkv
 from megascale.ops.segments import TILE, Segments, square_sums_reference

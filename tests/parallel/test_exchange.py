@@ -24,6 +24,7 @@ from megascale.parallel import exchange as module
 from megascale.parallel.collectives import Axis, all_to_all_parts, gather_sequence, scatter_sequence
 from megascale.parallel.copy_plan import IN_ORDER, SUM_KERNEL, TOGETHER, TWO_QUEUES, CopyPlan, Operation, choose_plan
 from megascale.parallel.exchange import Exchange
+from megascale.parallel.exchange_buffers import count_buffer_bytes, count_lent_bytes
 
 QUEUES = ("main", "side", "copy", "copy 1", "copy 2")
 
@@ -216,7 +217,7 @@ def call_all(ex: Exchange, device: Device, program: list[str], local: list[torch
             def make(out: torch.Tensor, rank: int | None, own_part: torch.Tensor = local_part) -> None:
                 out.copy_(own_part if rank is None else own_part[rank])
 
-            save(number, ex.scatter_now(make, SHAPE, local_part))
+            save(number, ex.scatter_and_wait(make, SHAPE, local_part))
         else:
             observed = torch.zeros(ex.size, *SHAPE, dtype=torch.float64)
             keep = op == "consume and keep"
@@ -235,8 +236,8 @@ def exchanges_of(
 ) -> tuple[list[Device], list[Exchange]]:
     """Ranks with one exchange, on one machine; `plans` are those of the ranks."""
     nbytes = 8 * SHAPE[0] * SHAPE[1]
-    memory = [torch.zeros(Exchange.count_buffer_bytes(size, nbytes), dtype=torch.uint8) for _ in range(size)]
-    lent_memory = [torch.zeros(Exchange.count_lent_bytes(size, nbytes), dtype=torch.uint8) for _ in range(size)]
+    memory = [torch.zeros(count_buffer_bytes(size, nbytes), dtype=torch.uint8) for _ in range(size)]
+    lent_memory = [torch.zeros(count_lent_bytes(size, nbytes), dtype=torch.uint8) for _ in range(size)]
     flags: dict[tuple[Any, ...], int] = {}
     devices = [Device(rank, flags) for rank in range(size)]
     exchanges = []
@@ -386,7 +387,7 @@ def test_a_capture_leaves_the_calls_around_it_as_they_were() -> None:
     devices, (ex, _) = exchanges_of(2)
     before = deepcopy(ex._state)
     with ex.capture() as calls:
-        ex.scatter_now(lambda out, rank: None, SHAPE, torch.zeros(SHAPE, dtype=torch.float64))
+        ex.scatter_and_wait(lambda out, rank: None, SHAPE, torch.zeros(SHAPE, dtype=torch.float64))
     assert calls.nbytes == 2 * 8 * SHAPE[0] * SHAPE[1]
 
     def fail() -> None:
@@ -398,7 +399,7 @@ def test_a_capture_leaves_the_calls_around_it_as_they_were() -> None:
         fail()
     assert ex._state == before
     assert not any(devices[0].queues.values())
-    ex.scatter_now(lambda out, rank: None, SHAPE, torch.zeros(SHAPE, dtype=torch.float64))  # nothing is owed
+    ex.scatter_and_wait(lambda out, rank: None, SHAPE, torch.zeros(SHAPE, dtype=torch.float64))  # nothing is owed
     waiting = ex.scatter(lambda out, rank: None, SHAPE, torch.zeros(SHAPE, dtype=torch.float64))
     with pytest.raises(RuntimeError, match="before the result of a scatter was awaited"), ex.capture():
         pass
@@ -441,22 +442,22 @@ def test_sequences_are_gathered_and_scattered_by_the_exchange(size: int) -> None
 
 
 def test_a_result_that_nobody_waited_for_is_not_overwritten() -> None:
-    memory = [torch.zeros(Exchange.count_buffer_bytes(2, 64), dtype=torch.uint8) for _ in range(2)]
+    memory = [torch.zeros(count_buffer_bytes(2, 64), dtype=torch.uint8) for _ in range(2)]
     ex, like = Exchange(0, 2, memory, 64, Device(0, {})), torch.zeros(2)
     wait = ex.scatter(lambda out, rank: None, (2,), like)
-    ex.scatter_now(lambda out, rank: None, (2,), like)
+    ex.scatter_and_wait(lambda out, rank: None, (2,), like)
     with pytest.raises(RuntimeError, match="two earlier scatters were not awaited"):
-        ex.scatter_now(lambda out, rank: None, (2,), like)
+        ex.scatter_and_wait(lambda out, rank: None, (2,), like)
     wait()
 
 
-@pytest.mark.parametrize("call", ["scatter", "scatter_now", "consume"])
+@pytest.mark.parametrize("call", ["scatter", "scatter_and_wait", "consume"])
 def test_a_call_within_what_another_computes_is_refused(call: str) -> None:
     """Its signals would come first, with a higher number: the peer would read what is not there yet."""
     devices, (ex, _) = exchanges_of(2)
     like = torch.zeros(SHAPE, dtype=torch.float64)
     if call == "consume":
-        ex.gather_and_consume(like, lambda part, rank: ex.gather(like), keep_own=False)
+        ex.gather_and_consume(like, lambda part, rank: ex.gather(like), keep_local=False)
     else:
         getattr(ex, call)(lambda out, rank: ex.gather(like), SHAPE, like)
     with pytest.raises(RuntimeError, match="within the work of another call"):
@@ -657,7 +658,7 @@ def test_one_slot_of_lent_results_would_not_do(monkeypatch: pytest.MonkeyPatch) 
 def test_results_are_pushed_in_captures_only() -> None:
     _, (ex, _) = exchanges_of(2)
     x = torch.zeros(SHAPE, dtype=torch.float64)
-    address = ex._lent_memory[0].untyped_storage().data_ptr()
+    address = ex._buffers._lent_memory[0].untyped_storage().data_ptr()
     assert ex.gather(x, lend=True)().untyped_storage().data_ptr() != address
     with ex.capture():
         assert ex.gather(x)().untyped_storage().data_ptr() != address
@@ -670,7 +671,7 @@ def test_results_are_pushed_in_captures_only() -> None:
 
 
 def test_a_part_too_large_is_refused() -> None:
-    memory = [torch.zeros(Exchange.count_buffer_bytes(2, 16), dtype=torch.uint8) for _ in range(2)]
+    memory = [torch.zeros(count_buffer_bytes(2, 16), dtype=torch.uint8) for _ in range(2)]
     with pytest.raises(ValueError, match="24 bytes; this exchange was made for 16"):
         Exchange(0, 2, memory, 16, Device(0, {})).gather(torch.zeros(3, dtype=torch.float64))
 
@@ -709,7 +710,7 @@ def test_no_call_and_no_replay_begins_after_a_peer_has_died() -> None:
     waiting()  # results are undefined, which the next check says
     for call in (
         lambda: ex.gather(like),
-        lambda: ex.scatter_now(lambda out, rank: None, SHAPE, like),
+        lambda: ex.scatter_and_wait(lambda out, rank: None, SHAPE, like),
         lambda: ex.all_to_all(lambda out, rank: None, SHAPE, like),
         ex.before_replay,
         ex.check,

@@ -11,8 +11,9 @@ import torch
 from megascale.errors import ConfigError, TrainingError
 from megascale.ops.float8 import gemm
 from megascale.ops.float8.cast import cast_by_amax, compute_amax
-from megascale.ops.float8.formats import E4M3, Float8
+from megascale.ops.float8.formats import E4M3, Float8, view_as_format
 from megascale.parallel.float8 import RowWiseFloat8, RowWiseFloat8Wgrad, TensorWiseFloat8
+from tests.ops.test_amax import CalledOperators
 
 
 def draw(seed: int) -> torch.Tensor:
@@ -227,3 +228,34 @@ def test_weight_gradients_with_scales_of_rows_are_as_exact_as_with_one_scale():
         linears.accumulate_wgrad(main_grad, gradient.for_wgrad(), operand.for_wgrad())
         assert torch.equal(main_grad, 2 * before)
     assert 0 < errors[RowWiseFloat8Wgrad] <= errors[TensorWiseFloat8] < 0.08
+
+
+def test_an_operand_is_read_without_views_that_change_nothing():
+    """Each call of torch takes the host some microseconds, hundreds of times per step."""
+    linears = TensorWiseFloat8()
+    x = draw(1)
+    operand = linears.prepare_input(x, draw(2))
+    with CalledOperators() as called:
+        rows, scale = linears.get_rows(operand, E4M3)
+    assert called.names == []
+    assert rows.dtype == E4M3.dtype
+    assert scale is operand.scale
+    with CalledOperators() as called:
+        linears.prepare_input(x, draw(2))
+    assert "detach" not in called.names
+
+
+def test_an_operand_of_a_trained_input_belongs_to_no_graph():
+    x = draw(1).requires_grad_()
+    operand = TensorWiseFloat8().prepare_input(x, draw(2))
+    assert not operand.data.requires_grad
+    assert operand.data.grad_fn is None
+
+
+def test_gathered_bytes_are_read_in_the_format_of_the_operand():
+    fresh = cast(draw(1))
+    assert fresh.rows is not None
+    values = view_as_format(fresh.rows.view(torch.uint8), E4M3)
+    assert values.dtype == E4M3.dtype
+    assert torch.equal(values.float(), fresh.rows.float())
+    assert view_as_format(fresh.rows, E4M3) is fresh.rows

@@ -38,7 +38,7 @@ def test_rows_are_consumed_with_their_own_scales_in_every_order_of_queues(size, 
                 shards_of_rank[source] = Operand(x.data.clone(), x.scale.clone())
 
             axis = Axis(None, size, rank, exchange=exchange)
-            gathered.append(_exchange_and_consume(shards[rank], axis, consume, keep_own=True))
+            gathered.append(_exchange_and_consume(shards[rank], axis, consume, keep_local=True))
         run(devices, random.Random(seed))
         for rank in range(size):
             for source, shard in enumerate(shards):

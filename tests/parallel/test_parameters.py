@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megascale.core.inventory import LogicalTensor
+from megascale.core.inventory_records import LogicalTensor
 from megascale.errors import ConfigError
 from megascale.parallel.collectives import Axis
 from megascale.parallel.parameters import (

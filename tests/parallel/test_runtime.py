@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -143,6 +144,45 @@ def test_torch_is_deterministic_while_an_engine_that_wants_it_works(monkeypatch:
     with pytest.raises(LookupError):
         engine.step(fails, 3, 0.0)
     assert told_torch() == before
+
+
+def get_from_c(name: bytes) -> bytes | None:
+    """Return a variable of the environment as libraries written in C read it."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.argtypes, getenv.restype = [ctypes.c_char_p], ctypes.c_char_p
+    value: bytes | None = getenv(name)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "is_hopper", "is_read_again", "expected"),
+    [
+        (":4096:8", True, False, None),
+        (":4096:8", True, True, b":4096:8"),
+        (":4096:8", False, False, b":4096:8"),
+        (":16:8", True, False, b":16:8"),
+    ],
+)
+def test_torch_does_not_parse_the_workspace_in_each_gemm(
+    monkeypatch: pytest.MonkeyPatch, value: str, is_hopper: bool, is_read_again: bool, expected: bytes | None
+) -> None:
+    """The setting is hidden from C only where torch's default is as large, and where torch has read it once."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", value)
+    monkeypatch.setattr(dispatch, "_has_large_workspace", lambda device: is_hopper)
+    multiply = torch.mm
+
+    def multiply_deterministically(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if is_read_again and torch.are_deterministic_algorithms_enabled():
+            assert get_from_c(b"CUBLAS_WORKSPACE_CONFIG") is None
+            raise RuntimeError("CUBLAS_WORKSPACE_CONFIG is not deterministic")
+        return multiply(a, b)
+
+    monkeypatch.setattr(torch, "mm", multiply_deterministically)
+    line = dispatch.hide_workspace_setting(torch.device("cpu"))
+    assert get_from_c(b"CUBLAS_WORKSPACE_CONFIG") == expected
+    assert bool(line) == (expected is None)
+    assert dispatch.prepare_workspace() == ""  # the setting is not set anew
+    assert get_from_c(b"CUBLAS_WORKSPACE_CONFIG") == expected
 
 
 FIRST_USE = """

@@ -15,6 +15,7 @@ from megascale.parallel import symmetric
 from megascale.parallel.collectives import Axis
 from megascale.parallel.copy_plan import IN_ORDER, TOGETHER, TWO_QUEUES, CopyPlan
 from megascale.parallel.exchange import Exchange
+from megascale.parallel.exchange_buffers import count_buffer_bytes, count_lent_bytes
 from megascale.parallel.runtime import Runtime
 from megascale.parallel.symmetric import FLAG_BYTES, CudaStreams
 from megascale.train.engine import Engine
@@ -209,7 +210,7 @@ def test_nodes_of_a_captured_gather_of_three_ranks(host_streams, monkeypatch, pl
     """A node of flags writes (w) some, and awaits and resets (f) some."""
     monkeypatch.setitem(vars(symmetric.torch_private), "current_raw_stream", lambda device: 5)
     streams = host_streams.make(0)
-    memory = [torch.zeros(Exchange.count_buffer_bytes(3, 64), dtype=torch.uint8) for _ in range(3)]
+    memory = [torch.zeros(count_buffer_bytes(3, 64), dtype=torch.uint8) for _ in range(3)]
     exchange = Exchange(0, 3, memory, 64, streams)
     exchange.copy_plan = plan
     # Main copies this rank's shard for the peers, and then into the result.
@@ -236,8 +237,8 @@ def list_gather_nodes(exchange: Exchange, lend: bool = False) -> list[str]:
 def test_nodes_of_a_captured_gather_with_pushes(host_streams, monkeypatch):
     """Pushes come first, then the copy of the own shard on main and one node of flags."""
     monkeypatch.setitem(vars(symmetric.torch_private), "current_raw_stream", lambda device: 5)
-    memory = [torch.zeros(Exchange.count_buffer_bytes(3, 64), dtype=torch.uint8) for _ in range(3)]
-    lent_memory = [torch.zeros(Exchange.count_lent_bytes(3, 64), dtype=torch.uint8) for _ in range(3)]
+    memory = [torch.zeros(count_buffer_bytes(3, 64), dtype=torch.uint8) for _ in range(3)]
+    lent_memory = [torch.zeros(count_lent_bytes(3, 64), dtype=torch.uint8) for _ in range(3)]
     exchange = Exchange(0, 3, memory, 64, host_streams.make(0), lent_memory=lent_memory)
     assert list_gather_nodes(exchange, lend=True) == ["copy", "copy", "copy", "wwff"]
 

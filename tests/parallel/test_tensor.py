@@ -18,6 +18,7 @@ from megascale.parallel import tensor as tensor_module
 from megascale.parallel.collectives import Axis, Pending, all_reduce_small, exchange_gather
 from megascale.parallel.column_norm import rms_norm_columns
 from megascale.parallel.exchange import Exchange
+from megascale.parallel.exchange_buffers import count_buffer_bytes
 from megascale.parallel.linear_precision import LinearPrecision
 from megascale.parallel.runtime import Runtime
 from megascale.parallel.tensor import gather_linear, linear_scatter
@@ -60,7 +61,7 @@ class EagerStreams:
 
 def run_ranks(size: int, run: Callable[[Axis], Any]) -> list[Any]:
     """Return run(axis) of each rank, each in a thread, with an exchange between them."""
-    memory = [torch.zeros(Exchange.count_buffer_bytes(size, SHARD_BYTES), dtype=torch.uint8) for _ in range(size)]
+    memory = [torch.zeros(count_buffer_bytes(size, SHARD_BYTES), dtype=torch.uint8) for _ in range(size)]
     flags: dict[tuple[int, int], int] = {}
     changed = Condition()
 

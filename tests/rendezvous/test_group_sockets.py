@@ -7,7 +7,14 @@ import socket
 
 import pytest
 
-from megascale.rendezvous.group_sockets import cut_connections, list_new_sockets, list_sockets, select_internet_sockets
+from megascale.rendezvous.group_sockets import (
+    cut_connections,
+    list_listening_ports,
+    list_new_sockets,
+    list_sockets,
+    select_connections,
+    select_internet_sockets,
+)
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
 
@@ -56,3 +63,21 @@ def test_internet_sockets_are_selected_and_descriptors_with_another_file_are_not
             assert set(select_internet_sockets(sockets)) == {listener.fileno()}
         finally:
             os.close(file)
+
+
+def test_connections_from_and_to_ports_are_selected_and_others_are_not():
+    before = list_sockets()
+    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    ports = [server.getsockname()[1] for server in servers]
+    clients = [socket.create_connection(server.getsockname()) for server in servers]
+    accepted = [server.accept()[0] for server in servers]
+    with socket.socket() as unconnected:
+        sockets = list_new_sockets(before)
+        assert unconnected.fileno() in sockets
+        assert set(ports) <= list_listening_ports()
+        assert set(select_connections(sockets, set(), {ports[0]})) == {clients[0].fileno()}
+        assert set(select_connections(sockets, {ports[1]}, set())) == {accepted[1].fileno()}
+        assert not select_connections(sockets, set(), set())
+    for opened in servers + clients + accepted:
+        opened.close()
+    assert not set(ports) & list_listening_ports()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from typing import Any, NoReturn
@@ -263,3 +264,82 @@ def test_a_dropped_preparation_ends_its_thread(ranks):
         assert observed["failure"] == "the job is paused"
         assert observed["seconds"] < LIMIT
         assert "megascale-groups" not in observed["threads"]
+
+
+def call_another_server(rank: int, world: int, server_port: int) -> dict[str, Any]:
+    """Open a connection of another thread while gloo's backends are made, and drop the complete backends."""
+    torch.set_num_threads(1)
+    first = start(rank, world, [])
+    make_backend = torch_private.make_gloo_backend
+    opened: list[socket.socket] = []
+
+    def make_backend_beside_a_connection(*arguments: Any) -> Any:
+        opened.append(socket.create_connection(("127.0.0.1", server_port)))
+        return make_backend(*arguments)
+
+    torch_private.make_gloo_backend = make_backend_beside_a_connection
+    preparation = prepare(rank, world, [], store=first.root_store)
+    reach_boundary(rank, preparation, world)
+    observed: dict[str, Any] = {"noted": len(preparation.sockets), "error": ""}
+    preparation.abandon("the job is paused")
+    for connection in opened:
+        connection.sendall(b"x")
+    try:
+        preparation.backends["world"]["cpu"].allreduce([torch.ones(1)]).wait()
+    except RuntimeError as error:
+        observed["error"] = str(error)
+    observed["sum"] = sum_ranks(rank)
+    shutdown(first)
+    return observed
+
+
+def test_connections_of_other_threads_survive_the_drop_of_a_preparation(ranks):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ranks.start(call_another_server, range(2), 2, server.getsockname()[1])
+        observed_by_rank = ranks.results(2)
+        server.settimeout(LIMIT)
+        for _ in observed_by_rank:
+            connection, _ = server.accept()
+            assert connection.recv(1) == b"x"
+    for observed in observed_by_rank.values():
+        assert observed["noted"] > 0
+        assert observed["error"]
+        assert observed["sum"] == 0b11
+
+
+def join_after_a_silent_drop(rank: int, port: int) -> dict[str, Any]:
+    """Join two ranks that announce the boundary, and make no first call."""
+    torch.set_num_threads(1)
+    if rank == 2:
+        preparation = prepare(rank, 3, [], store=None)
+        preparation.wait(0.5)
+        for thread in threading.enumerate():
+            if thread.name == "megascale-groups":
+                thread.join(LIMIT)
+        ended = "megascale-groups" not in [thread.name for thread in threading.enumerate()]
+        observed = {"failure": preparation.failure, "warm": preparation.is_warm, "ended": ended}
+        assert preparation._store is not None
+        preparation._store.set("noticed", "1")
+        return observed
+    is_released = threading.Event()
+    GroupPreparation._make_first_calls = lambda self: is_released.wait()
+    first = start(rank, 2, [])
+    preparation = prepare(rank, 3, [], store=first.root_store)
+    reach_boundary(rank, preparation, 2)
+    store = dist.PrefixStore("prepared/7", first.root_store)
+    if rank == 0:
+        store.set("boundary", "1")
+    store.wait(["noticed"])
+    is_released.set()
+    observed = {"sum": sum_ranks(rank)}
+    shutdown(first)
+    return observed
+
+
+def test_a_joining_rank_has_a_limit_for_its_first_calls(ranks):
+    ranks.start(join_after_a_silent_drop, range(3), free_port())
+    observed = ranks.results(3)
+    assert observed[2]["failure"] == "the first calls took longer than 0.5 s"
+    assert not observed[2]["warm"]
+    assert observed[2]["ended"]
+    assert observed[0]["sum"] == observed[1]["sum"] == 0b11

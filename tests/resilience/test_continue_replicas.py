@@ -15,6 +15,7 @@ from megascale.resilience.driver.launch_checks import JobSize
 from megascale.resilience.driver.recovery.missing_replicas import check_continued_sizes, list_continued_sizes
 from megascale.resilience.driver.state.job_state import JobState
 from megascale.resilience.protocol.agent_messages import Start
+from tests.chaos.local.continuing import describe_parts
 from tests.conftest import lines
 from tests.resilience.test_launch import losses, weights
 
@@ -182,3 +183,12 @@ def test_memory_is_checked_for_the_smallest_size(tiny, monkeypatch) -> None:
     _check_missing_replicas(config, JobSize(4, 1, 4, []), print)
     [(data, share)] = worlds
     assert (data, share.ranks, share.nodes) == (2, 2, 2)
+
+
+def test_the_campaign_divides_joins_by_the_slowest_rank():
+    first = {"0": "0.30 s after the groups: engine 0.10, load 0.20; of the load: plan 0.01, read 0.02"}
+    first["1"] = "0.30 s after the groups: engine 0.25, load 0.05; of the load: plan 0.03"
+    second = {"0": "0.50 s after the groups: engine 0.30, load 0.20; of the load: plan 0.03, read 0.04"}
+    assert describe_parts([first, second]) == ["all: engine 250, load 200", "of the load: plan 30, read 30"]
+    left = {"0": "4 in 0.55 s (observers 0.00, engine 0.19, memory 0.04) and waits for the next one"}
+    assert describe_parts([left]) == ["all: observers 0, engine 190, memory 40"]

@@ -105,6 +105,8 @@ def test_interrupt_saves_and_the_same_command_goes_on(launch):
     job.until("first_step")
     job.process.send_signal(signal.SIGINT)
     assert job.finish() == 130, job.story()
+    ended = "the job is interrupted: a person ended it; the same command resumes from the newest saved state"
+    assert ended in job.output.read_text()
     saved = checkpoint.latest(job.run / "checkpoints")
     assert saved
     job.words.append(f"--train.steps={saved + 3}")

@@ -247,7 +247,8 @@ def test_a_service_that_ends_without_a_word_is_started_a_few_times_only(tmp_path
     module, starts = tmp_path / "silent_service.py", tmp_path / "starts"
     module.write_text(f"open({str(starts)!r}, 'a').write('x')\n")
     location = ServiceLocation(tmp_path / "silent", "silent")
-    launch = Launch("silent_service", [], environment={"PYTHONPATH": str(tmp_path)})
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    launch = Launch("silent_service", [], environment={"PYTHONPATH": paths})
     with pytest.raises(TimeoutError, match="no service replies"):
         host_service.connect_service(location, launch, SCHEMA, SCHEMA, seconds=1.0, make_folder=True)
     assert 1 <= len(starts.read_text()) <= 6  # pauses of 0.02, 0.04, 0.08, ... seconds

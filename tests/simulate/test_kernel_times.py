@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megascale.config import ModelConfig
-from megascale.core import flops, inventory
+from megascale.core import flops, part_inventories
 from megascale.simulate.calibration import Constants
 from megascale.simulate.closed import compute_step_parts
 from megascale.simulate.cluster import load_cluster
@@ -218,7 +218,7 @@ def test_windows_cost_what_was_measured():
         (8192, 1024, 2.096 / 6.830),
         (8192, 4096, 5.287 / 6.893),
     ):
-        share = inventory.window_area_fraction(sequence, window)
+        share = part_inventories.window_area_fraction(sequence, window)
         full, part = (float(attention_rate(cluster, "flash2", s)) for s in (sequence, sequence * share))
         assert share * full / part == pytest.approx(ratio, rel=0.12)
 

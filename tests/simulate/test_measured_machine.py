@@ -26,8 +26,10 @@ def measured(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         # Its two processes fork from the suite's server, which has torch.
         patch.setattr("torch.multiprocessing.spawn", partial(start_processes, start_method="forkserver"))
+        patch.setenv("FORCE_COLOR", "1")  # as on a terminal, which shows what is being measured
         done = CliRunner().invoke(app, arguments + ["--out", str(folder), "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
+    assert "measuring collectives" in done.stderr
     return folder, json.loads(done.stdout)
 
 

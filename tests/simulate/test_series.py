@@ -6,10 +6,13 @@ import io
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from benchmarks.simulate.split import BY_HASH, SETS, is_development
 from megascale import config as configuration
 from megascale.cli.common import DEFAULT_CLUSTER, DEFAULT_DEVICE
+from megascale.cli.main import app
+from megascale.cli.simulate_series import sweep
 from megascale.errors import ConfigError
 from megascale.simulate.calibration import Calibration
 from megascale.simulate.cluster import load_cluster, set_value
@@ -27,6 +30,17 @@ def scenario() -> Scenario:
     return Scenario(
         config, 256, cluster, Calibration("none", cluster.name), make_engine_software(config, find_stack("megascale"))
     )
+
+
+def test_the_examples_of_sweep_run():
+    """The default cluster has no rates of Megatron-LM's kernels of 2023, with which the first example compares."""
+    examples = [line.split() for line in (sweep.__doc__ or "").splitlines() if line.strip().startswith("megascale")]
+    assert len(examples) == 2
+    for words in examples:
+        if "--plot" in words:
+            words = words[: words.index("--plot")]
+        done = CliRunner().invoke(app, words[1:], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from megascale.config import ModelConfig
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.huggingface_file import HuggingFaceTokenizer
 from megascale.errors import ConfigError, DataError
-from megascale.train.generation import Sampling, decode_stream, explain_long_prompt, sample_token
+from megascale.train.generation import Sampling, _penalise, decode_stream, explain_long_prompt, sample_token
 
 TEXT = "people like green people and green people like naïve 中文"
 SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -118,6 +118,19 @@ def test_sampling_out_of_range_is_refused(values):
     [name] = values
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}="):
         Sampling(**values)
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 1e-45, 1e300])
+def test_a_penalty_that_makes_logits_infinite_is_named(penalty):
+    """The weights are fine, so the error is not about them. Logits that were infinite before keep their reason."""
+    has_occurred = torch.tensor([True, True, False])
+    logits = torch.tensor([3.0, -2.0, 1.0])
+    with pytest.raises(ConfigError, match=r"--repetition-penalty=.* use a value near 1, such as 1\.1"):
+        _penalise(logits, has_occurred, penalty)
+    infinite = _penalise(torch.tensor([torch.inf, 1.0, 1.0]), has_occurred, penalty)
+    with pytest.raises(DataError, match="weights are unusable"):
+        sample_token(infinite, Sampling(), torch.Generator())
+    torch.testing.assert_close(_penalise(logits, has_occurred, 2.0), torch.tensor([1.5, -4.0, 1.0]))
 
 
 def test_a_prompt_beyond_the_trained_positions_gets_a_note():

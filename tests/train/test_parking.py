@@ -461,9 +461,23 @@ def test_another_order_replaces_a_preparation_and_one_of_another_attempt_does_no
     assert parked.preparation is not first
 
 
+def test_a_process_prepares_no_groups_if_its_attempt_has_begun(parking, store) -> None:
+    parked, orders = parking
+    parked._awaits_first_attempt = True
+    order = PrepareGroups(3, 3, 0, 2, 2, ("127.0.0.1", store.port))
+    os.write(orders, encode_order(order) + encode_order(Resume({"MEGASCALE_ATTEMPT": "4"})))
+    await_condition(lambda: parked._resumes.qsize() == 2)
+    assert parked._resumes.get() == order
+    parked._prepare_while_waiting(order, config.load(None, []), torch.device("cpu"))
+    assert parked.preparation is None
+    assert isinstance(parked._await_resume(), Resume)
+
+
+@pytest.mark.parametrize("begins_at_once", [False, True])
 def test_a_process_that_joins_reports_when_its_preparation_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parking, store
+    begins_at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parking, store
 ) -> None:
+    """The order to begin the attempt ends a preparation too, since a peer that is lost may never end it."""
     parked, orders = parking
     for name, value in ((PREPARED_VARIABLE, "1"), ("MEGASCALE_NODE", "n0")):
         monkeypatch.setenv(name, value)
@@ -485,11 +499,13 @@ def test_a_process_that_joins_reports_when_its_preparation_has_ended(
     await_condition(lambda: parked.preparation is not None)
     dist.PrefixStore("prepared/3", store).wait(["present/count"])
     assert read_record().time_ns == first_time
-    os.write(orders, encode_order(Park(3, after_step=True)))
-    await_condition(lambda: read_record().time_ns > first_time)
-    assert parked.preparation.failure == "the next attempt begins before they are complete"
+    preparation = parked.preparation
+    if not begins_at_once:
+        os.write(orders, encode_order(Park(3, after_step=True)))
+        await_condition(lambda: read_record().time_ns > first_time)
     os.write(orders, encode_order(Resume({"MEGASCALE_ATTEMPT": "4"})))
     waiting.join(SECONDS)
     assert not waiting.is_alive()
+    assert preparation.failure == "the next attempt begins before they are complete"
     assert os.environ["MEGASCALE_ATTEMPT"] == "4"
     assert read_record() is None

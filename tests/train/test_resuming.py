@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -194,7 +195,9 @@ def test_another_tokenizer_is_refused_and_never_mixed_in(tiny, tokenizers, tmp_p
     with pytest.raises(DataError, match=r"a different tokenizer from data\.tokenizer=.*two\.json"):
         train(load_config(tiny, options + [f"--data.tokenizer={tokenizers}/two.json"]))
     assert state_of(run) == before
-    list(generate(run, "some", tokens=3, device="cpu"))
+    steps: list[int | None] = []
+    list(generate(run, "some", tokens=3, device="cpu", on_step=steps.append))
+    assert steps == [2]
     # The same tokenizer may lie elsewhere.
     moved = tmp_path / "moved.json"
     shutil.copy(tokenizers / "one.json", moved)
@@ -324,12 +327,12 @@ def test_evaluation_takes_the_checkpoints_model(resume) -> None:
     assert evaluate(resume.run, device="cpu").loss == right
 
 
-def flip(run: Path, step: int) -> None:
-    """Change a byte of a checkpoint's largest data file, its length kept."""
+def flip(run: Path, step: int, parts: int = 7) -> None:
+    """Change a byte in some parts of a checkpoint's largest data file, its length kept."""
     file = max((run / "checkpoints" / f"step-{step}").glob("*.distcp"), key=lambda f: f.stat().st_size)
     data = bytearray(file.read_bytes())
-    for at in range(len(data) // 3, len(data), len(data) // 7):
-        data[at] ^= 0xFF
+    for at in range(len(data) // 3, len(data) * 4 // 3, len(data) // parts):
+        data[at % len(data)] ^= 0xFF
     file.write_bytes(bytes(data))
 
 
@@ -351,6 +354,39 @@ def test_prune_reads_what_it_keeps(resume, megascale) -> None:
     assert 4 in checkpoint.steps(resume.run / "checkpoints")
     with pytest.warns(UserWarning, match="Went back to the checkpoint of step 4"):
         resume()
+
+
+def test_what_is_read_from_an_older_checkpoint_says_its_step(resume, megascale) -> None:
+    """The newest checkpoint's weights are damaged, so results are those of step 4."""
+    flip(resume.run, 5, parts=1000)
+    evaluated = megascale("evaluate", resume.run, "--json", "--device=cpu")
+    assert json.loads(evaluated.stdout)["step"] == 4, evaluated.stderr
+    assert "Went back to the checkpoint of step 4" in evaluated.stderr
+    text = megascale("evaluate", resume.run, "--device=cpu").stdout
+    assert re.search(r"held-out loss .* tokens, step 4$", text, re.MULTILINE)
+    calls: list[tuple[int, int]] = []
+    with pytest.warns(UserWarning, match="Went back"):
+        evaluate(resume.run, device="cpu", on_progress=lambda done, total: calls.append((done, total)))
+    assert calls[0][0] == 0
+    assert all(done < total for done, total in calls)
+
+
+def test_damaged_settings_of_a_run_are_bad_data_with_a_remedy(resume, megascale) -> None:
+    file = resume.run / "config.toml"
+    written = file.read_text()
+    file.write_text(written[: len(written) // 2] + "]]]\n")
+    for command in (["evaluate"], ["generate"], ["data", "ledger"]):
+        result = megascale(*command, resume.run)
+        assert result.returncode == 4, result.stderr
+        message = " ".join(result.stderr.split())
+        assert "is not valid TOML" in message
+        assert f"Copy '{file}' from a backup, or remove it and start the run again with the same command" in message
+    inspected = megascale("checkpoint", "inspect", resume.run)
+    assert inspected.returncode == 0, inspected.stderr
+    assert "note: settings are not compared: " in inspected.stderr
+    file.unlink()
+    resume()
+    assert megascale("evaluate", resume.run, "--device=cpu").returncode == 0
 
 
 SETTINGS = [f"{s}.{k}" for s, f in Config.model_fields.items() for k in f.annotation.model_fields]  # type: ignore[union-attr]

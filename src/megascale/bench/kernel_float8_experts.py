@@ -24,7 +24,8 @@ from megascale.ops.float8.grouped import (
     multiply_float8_groups_reference,
 )
 from megascale.ops.float8.stacks import cast_activation, cast_stack
-from megascale.ops.grouped_gemm import Tiling, multiply_groups, multiply_groups_reference
+from megascale.ops.grouped_gemm import multiply_groups, multiply_groups_reference
+from megascale.ops.grouped_tiles import Tiling
 
 BF16 = torch.bfloat16
 # Limit of the norm-wise error of sums in about 14 bits, rounded to bfloat16. A wrong scale or group exceeds it by far.

@@ -13,16 +13,14 @@ from torch import Tensor
 
 from megascale.bench.kernel_rows import Bench, KernelRow, compute_distance
 from megascale.ops.dispatch import use_fused
-from megascale.ops.grouped_gemm import (
+from megascale.ops.grouped_gemm import multiply_groups, multiply_groups_reference
+from megascale.ops.grouped_gradients import accumulate_group_gradients, accumulate_group_gradients_reference
+from megascale.ops.grouped_tiles import (
     BLOCK_ROWS_TILING,
     GATHERED_TILING,
     GRADIENT_TILING,
     ROWS_TILING,
     Tiling,
-    accumulate_group_gradients,
-    accumulate_group_gradients_reference,
-    multiply_groups,
-    multiply_groups_reference,
     plan_tiles,
 )
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megascale import torch_private
 from megascale.bench.kernel_rows import FLOAT32_TOLERANCE, Bench, KernelRow, compute_distance
-from megascale.ops.adam import adamw_apply, adamw_apply_reference, lamb_apply, lamb_direction, lamb_direction_reference
+from megascale.ops.adam import adamw_apply, adamw_apply_reference
+from megascale.ops.lamb import lamb_apply, lamb_direction, lamb_direction_reference
 from megascale.ops.segments import Segments
 
 _CHECKED_ELEMENTS = 20_000  # elements of the shard that is compared with float64

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascale.bench.random_samples import RandomSamples, make_samples, select_evenly
+from megascale.bench.step_monitor import StepMonitor
 from megascale.core.batch import Batch
 from megascale.errors import ConfigError
 
@@ -158,6 +159,7 @@ def measure_steps(
     even_experts: bool = False,
     gemm_seconds: float = GEMM_SECONDS,
     host_steps: int = HOST_STEPS,
+    monitor: StepMonitor | None = None,
 ) -> dict[str, Any] | None:
     """Run the steps in process groups that exist. Return the content of the JSON result on rank 0, None on others.
 
@@ -167,11 +169,15 @@ def measure_steps(
         rank_info, groups: the result of `join_groups`. The caller shuts the groups down.
         gemm_seconds: duration of the sustained GEMMs before and after the steps, on a GPU.
         host_steps: further steps that measure the host's launch time; 0 leaves the time out.
+        monitor: receives each step, and on rank 0 the function that returns the figures so far. Default: one that
+            prints lines on rank 0.
     """
     from megascale.core.layout import lay_out
     from megascale.train.engine import Engine
 
     device = rank_info.device
+    if monitor is None:
+        monitor = StepMonitor(config.model.preset or "model", warmup=warmup, steps=steps, prints=rank_info.rank == 0)
     device_records = _DeviceRecords()
     _measure_gemm_rate(device, device_records, gemm_seconds)
     start = time.perf_counter()
@@ -186,9 +192,26 @@ def measure_steps(
     if even_experts:
         _select_experts_evenly(engine)
     start_seconds = time.perf_counter() - start
+    step_records = _StepRecords()
+
+    def make_result() -> dict[str, Any] | None:
+        if not step_records.seconds:
+            return None
+        return _make_result(layout, samples, step_records, device_records=device_records, device=device)
+
+    if rank_info.rank == 0:
+        monitor.make_result = make_result
     with close_engine_at_end(engine):
         with watcher or contextlib.nullcontext():
-            step_records = _time_steps(engine, samples, steps, warmup=warmup, gc_interval=config.train.gc_interval)
+            _time_steps(
+                engine,
+                samples,
+                steps,
+                warmup=warmup,
+                gc_interval=config.train.gc_interval,
+                records=step_records,
+                monitor=monitor,
+            )
         next_step = warmup + steps + 1
         if device.type == "cuda":
             _measure_memory(device, device_records)
@@ -255,11 +278,19 @@ def _measure_memory(device: torch.device, records: _DeviceRecords) -> None:
     records.used_memory_gib = (total_bytes - free_bytes) / 2**30
 
 
-def _time_steps(engine: Engine, samples: RandomSamples, steps: int, *, warmup: int, gc_interval: int) -> _StepRecords:
-    """Run `warmup` untimed and `steps` timed steps."""
+def _time_steps(
+    engine: Engine,
+    samples: RandomSamples,
+    steps: int,
+    *,
+    warmup: int,
+    gc_interval: int,
+    records: _StepRecords,
+    monitor: StepMonitor,
+) -> None:
+    """Run `warmup` untimed and `steps` timed steps, and add them to the records."""
     from megascale.train.host_pauses import GarbageCollector
 
-    records = _StepRecords()
     with contextlib.closing(GarbageCollector(gc_interval)) as garbage_collector:
         for step in range(1, warmup + steps + 1):
             start = time.perf_counter()
@@ -271,14 +302,17 @@ def _time_steps(engine: Engine, samples: RandomSamples, steps: int, *, warmup: i
             )
             garbage_collector.collect(step)  # as in training
             records.losses.append(float(result.loss))  # waits for the update, not for work that overlaps the next step
-            if step <= warmup:
-                continue
-            records.seconds.append(time.perf_counter() - start)
-            if result.expert_counts is not None:
-                records.largest_loads.append(result.expert_counts.summarise()["expert_rank_load_max"])
-                if result.expert_counts.is_repeated:
-                    records.recomputed_count += 1
-    return records
+            seconds = time.perf_counter() - start
+            expert_counts = result.expert_counts
+            rank_load = None
+            if expert_counts is not None:
+                rank_load = expert_counts.summarise()["expert_rank_load_max"]
+            if step > warmup:
+                records.seconds.append(seconds)
+                if expert_counts is not None and rank_load is not None:
+                    records.largest_loads.append(rank_load)
+                    records.recomputed_count += int(expert_counts.is_repeated)
+            monitor.record_step(rank_load)
 
 
 def _make_result(

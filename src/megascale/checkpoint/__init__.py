@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megascale.checkpoint.background.early_slots import prepare_slots
     from megascale.checkpoint.background.staging import SaveOutcome
-    from megascale.checkpoint.checkpointer import Checkpointer, has_saved_state, start_service
+    from megascale.checkpoint.checkpointer import (
+        Checkpointer,
+        StoredState,
+        find_stored_state,
+        has_saved_state,
+        start_service,
+    )
     from megascale.checkpoint.format.chunks import TensorShard
     from megascale.checkpoint.format.step_folders import latest, steps
     from megascale.checkpoint.format.verify import Summary, inspect
@@ -19,8 +25,10 @@ __all__ = [
     "Checkpointer",
     "LoadReport",
     "SaveOutcome",
+    "StoredState",
     "Summary",
     "TensorShard",
+    "find_stored_state",
     "has_saved_state",
     "inspect",
     "latest",
@@ -37,6 +45,8 @@ _MODULES = {
     "SaveOutcome": "background.staging",
     "TensorShard": "format.chunks",
     "Summary": "format.verify",
+    "StoredState": "checkpointer",
+    "find_stored_state": "checkpointer",
     "has_saved_state": "checkpointer",
     "inspect": "format.verify",
     "latest": "format.step_folders",

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
 
 from megascale.checkpoint.background import pending_saves, service, service_protocol
 from megascale.checkpoint.background.load_from_memory import (
@@ -38,6 +42,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+class StoredState(NamedTuple):
+    """Newest commit of a checkpoints folder.
+
+    Attributes:
+        sequence: number of the newest commit, 0 if there is none.
+        identity: identity of the folder, "" if it has none.
+    """
+
+    sequence: int
+    identity: str
+
+
 class Checkpointer:
     """Checkpoints for a training loop. Every method except `poll`, `choose_save_target` and `leave` is collective.
 
@@ -53,6 +69,8 @@ class Checkpointer:
         reused_slots: staging memory that `leave` of this process's previous checkpointer has returned.
         reserve: size of new staging memory, relative to the present shards (see `Snapshots`).
         check: called while a method waits for the service. It raises an error if the process must leave the attempt.
+        side_group: a second group of the same processes. With it, a load from running processes prepares the staging
+            memory in a thread during the exchange of shards. Set on all processes or on none.
 
     Attributes:
         loaded_from: source of the loaded state: "nothing", "memory", "a peer's memory", "running ranks" (also "running
@@ -72,8 +90,12 @@ class Checkpointer:
         reused_slots: Sequence[StagingSlot] = (),
         reserve: float = 1.0,
         check: Callable[[], None] = lambda: None,
+        side_group: ProcessGroup | None = None,
     ) -> None:
         self._check = check
+        self._side_group = side_group
+        self._staging_thread: threading.Thread | None = None  # prepares the staging memory during a load
+        self._staging_error: BaseException | None = None  # of this thread
         self._reserve = reserve
         self._reused_slots = reused_slots
         self.config = config
@@ -115,6 +137,7 @@ class Checkpointer:
         report: LoadReport | None = None,
         accept: AcceptState | None = None,
         live: LiveState | None = None,
+        stored: StoredState | None = None,
     ) -> dict[str, Any] | None:
         """Fill the shards from the newest checkpoint. If sources are equally new, memory is preferred to storage.
 
@@ -128,6 +151,8 @@ class Checkpointer:
             live: state that this process has kept of an earlier attempt, if the processes may outlive attempts; else
                 None, then on all processes. Kept state is preferred to copies in memory and storage unless these are
                 newer.
+            stored: result of `find_stored_state` in this start, which is then not repeated; None on all processes or on
+                none.
 
         Returns:
             The saved state besides tensors, or None if there is no checkpoint.
@@ -139,10 +164,13 @@ class Checkpointer:
         shards = self.shards if shards is None else shards
         report = report or LoadReport()
         storage = open_storage(self.folder)
-        sequence, identity = self.peers.compute_once(lambda: _find_newest(storage, step), tuple[int, str])
+        if stored is None:
+            part_start = time.monotonic()
+            stored = self.peers.compute_once(lambda: _find_newest(storage, step), StoredState)
+            report.measure("commits", part_start)
         result = self._load_from_memory(
-            sequence,
-            identity,
+            stored.sequence,
+            stored.identity,
             step=step,
             shards=shards,
             report=report,
@@ -214,8 +242,9 @@ class Checkpointer:
                 self.is_standing = live.is_in_place and live.step == plan.step and bool(plan.elements)
                 if self.is_standing:
                     shards = []
-                result = load_live(plan, live, connection, shards, self.peers, report, accept=accept)
                 self._last_sequence = plan.last_sequence
+                begin = partial(self._begin_staging, save)
+                result = load_live(plan, live, connection, shards, self.peers, report, accept=accept, begin=begin)
             elif save is None or save.sequence < sequence or step not in (None, save.step):
                 return None
             else:
@@ -300,39 +329,87 @@ class Checkpointer:
         return has_begun
 
     def _open_snapshots(self) -> Snapshots:
+        """Return the saves in the background, whose service and memory are ready. Collective until they are."""
+        self._end_staging()
+        if self._staging_error is not None:
+            error = self._staging_error
+            self._staging_error = None
+            raise error
         if self.snapshots is None:
-            snapshots = Snapshots(
-                self.config,
-                self.folder,
-                self.shards,
-                run=self.run,
-                peers=self.peers,
-                base_generation=self._base_generation,
-                last_sequence=self._last_sequence,
-                domain=self.domain,
-                reused_slots=self._reused_slots,
-                reserve=self._reserve,
-                check=self._check,
-            )
-            try:
-                snapshots.open()
-            except BaseException:
-                self._reused_slots = snapshots.leave(awaits_snapshots=False)
-                raise
-            self.snapshots = snapshots
-            self._reused_slots = ()
-            log.info(
-                "staging memory: %s bytes on this process, %d of %d slots as before",
-                f"{snapshots.memory:,}",
-                snapshots.kept_slot_count,
-                snapshots.slot_count,
-            )
+            self._make_snapshots(self.peers)
+        assert self.snapshots is not None
         return self.snapshots
+
+    def _make_snapshots(self, peers: Peers) -> None:
+        """Set `snapshots`, connected to the service and with its memory. Collective over `peers`."""
+        snapshots = Snapshots(
+            self.config,
+            self.folder,
+            self.shards,
+            run=self.run,
+            peers=peers,
+            base_generation=self._base_generation,
+            last_sequence=self._last_sequence,
+            domain=self.domain,
+            reused_slots=self._reused_slots,
+            reserve=self._reserve,
+            check=self._check,
+        )
+        try:
+            snapshots.open()
+        except BaseException:
+            self._reused_slots = snapshots.leave(awaits_snapshots=False)
+            raise
+        self.snapshots = snapshots
+        self._reused_slots = ()
+        log.info(
+            "staging memory: %s bytes on this process, %d of %d slots as before",
+            f"{snapshots.memory:,}",
+            snapshots.kept_slot_count,
+            snapshots.slot_count,
+        )
+
+    def _begin_staging(self, save: MemorySave | None) -> None:
+        """Prepare the staging memory in a thread, if there is a second group for its collectives.
+
+        Args:
+            save: newest complete save in memory.
+        """
+        if save is not None:
+            self._base_generation = save.generation
+        if self.config.background and self._side_group is not None:
+            self._staging_thread = threading.Thread(
+                target=self._prepare_in_thread, args=(Peers(self._side_group),), name="megascale-staging", daemon=True
+            )
+            self._staging_thread.start()
+
+    def _prepare_in_thread(self, peers: Peers) -> None:
+        """Prepare the staging memory in a thread. `_open_snapshots` raises the error."""
+        try:
+            device = next((shard.tensor.device for shard in self.shards if shard.tensor.is_cuda), None)
+            if device is not None:
+                torch.cuda.set_device(device)  # each thread has a current device
+            self._make_snapshots(peers)
+        except BaseException as error:
+            self._staging_error = error
+
+    def _end_staging(self) -> None:
+        """Wait for the thread that prepares the staging memory, if there is one."""
+        if self._staging_thread is not None:
+            self._staging_thread.join()
+            self._staging_thread = None
 
     def prepare(self) -> None:
         """Start the service and allocate its memory before the first save. The call is optional and follows `load`."""
         if self.config.background:
             self._open_snapshots()
+
+    @property
+    def staging_parts(self) -> str:
+        """Seconds of preparing saves in the background by part, as text; "" before."""
+        if self.snapshots is None:
+            return ""
+        return self.snapshots.stopwatch.describe()
 
     def before_update(self, step: int | None = None) -> None:
         """Wait for a copy under way. The training loop calls this method before each optimizer update.
@@ -355,6 +432,7 @@ class Checkpointer:
 
     def keep_state(self, attempt: int) -> LiveState:
         """Return what this process keeps of an attempt that it leaves, without a step. Call it before `leave`."""
+        self._end_staging()
         live = LiveState(
             attempt,
             self.peers.rank,
@@ -378,6 +456,7 @@ class Checkpointer:
         Returns:
             The staging memory, for the next checkpointer of this process.
         """
+        self._end_staging()
         if self.snapshots is None:
             return self._reused_slots
         slots = self.snapshots.leave(awaits_snapshots)
@@ -390,18 +469,30 @@ class Checkpointer:
         Args:
             run_ended: whether the run has ended, so that the service need not wait for trainers.
         """
+        self._end_staging()
         if self.snapshots is not None:
             self._foreground_outcomes += self.snapshots.finish(run_ended=run_ended)
             self.snapshots = None
         return self.poll()
 
 
-def has_saved_state(config: CheckpointConfig, run: Path, peers: Peers) -> bool:
-    """Return whether `Checkpointer.load` will find a checkpoint, the same on all processes. Collective."""
+def find_stored_state(config: CheckpointConfig, run: Path, peers: Peers) -> StoredState:
+    """Return the newest commit of a run, the same on all processes. Collective."""
     storage = open_storage(config.location or run / "checkpoints")
-    _, identity = peers.compute_once(lambda: _find_newest(storage, None), tuple[int, str])
-    if peers.compute_once(lambda: _has_commits(storage), bool):
+    stored: StoredState = peers.compute_once(lambda: _find_newest(storage, None), StoredState)
+    return stored
+
+
+def has_saved_state(config: CheckpointConfig, run: Path, peers: Peers, stored: StoredState) -> bool:
+    """Return whether `Checkpointer.load` will find a checkpoint, the same on all processes. Collective.
+
+    Args:
+        stored: result of `find_stored_state`.
+    """
+    storage = open_storage(config.location or run / "checkpoints")
+    if stored.sequence or peers.compute_once(lambda: _has_commits(storage), bool):
         return True
+    identity = stored.identity
     if not config.background or not identity:
         return False
     connection = _connect_service(config, run)
@@ -435,13 +526,9 @@ def _has_commits(storage: Storage) -> bool:
     return bool(commits or unreadable)
 
 
-def _find_newest(storage: Storage, step: int | None) -> tuple[int, str]:
-    """Commit complete saves whose committer died. Then find the newest commit (of `step`, if given).
-
-    Returns:
-        The number of the newest commit, 0 if there is none, and the identity of the folder.
-    """
+def _find_newest(storage: Storage, step: int | None) -> StoredState:
+    """Commit complete saves whose committer died. Then return the newest commit (of `step`, if given)."""
     pending_saves.finish_pending(storage)
     commits, _ = folders.list_commits(storage)
     sequences = [commit.sequence for commit in commits if step in (None, commit.step)]
-    return max(sequences, default=0), folders.read_identity(storage)
+    return StoredState(max(sequences, default=0), folders.read_identity(storage))

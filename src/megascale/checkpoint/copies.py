@@ -37,6 +37,7 @@ _COPY_BYTES = 16 << 20  # largest part of a chunk that one thread copies at a ti
 # an EPYC one thread read and checked 5.0 GB/s in parts of 4 MB and 3.5 GB/s in parts of 16 MB.
 _READ_BYTES = 4 << 20
 _NUMPY_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
+_CopyPair = tuple[torch.Tensor, torch.Tensor]  # target and source of equal shapes
 
 
 class FileRange(NamedTuple):
@@ -140,6 +141,9 @@ class ShardCopier:
         self._thread_state = threading.local()
         self._previous_round: list[Future[Any]] = []
         self._current_round: list[Future[Any]] = []
+        # Targets and sources of the current round's copies within a device, which one thread makes together: a thread
+        # and a wait for each of a thousand small copies took longer than the copies.
+        self._device_pairs: list[_CopyPair] = []
 
     def __enter__(self) -> ShardCopier:
         for device in self._devices:  # the shards' memory may still be initialised on this thread's stream
@@ -148,6 +152,8 @@ class ShardCopier:
 
     def __exit__(self, exception_type: object, *_: object) -> None:
         # After an error, which may be an order to leave, the copies that have not begun are superfluous.
+        if exception_type is None:
+            self._submit_device_pairs()
         self._pool.shutdown(cancel_futures=exception_type is not None)
         if exception_type is None:
             for copy in self._previous_round + self._current_round:
@@ -167,11 +173,10 @@ class ShardCopier:
             return
         with torch.no_grad():
             target = shard.tensor.detach()
-        # A copy within one device takes so little time that it is not divided.
-        copied_boxes = [common]
-        if not tensor.is_cuda:
-            copied_boxes = list(split_box(common, tensor.element_size(), _COPY_BYTES))
-        for copied_box in copied_boxes:
+        if self._is_on_device(tensor):
+            self._device_pairs.append((target[box_slices(shard.box, common)], tensor[box_slices(box, common)]))
+            return
+        for copied_box in split_box(common, tensor.element_size(), _COPY_BYTES):
             copy = self._submit(target[box_slices(shard.box, copied_box)], tensor[box_slices(box, copied_box)])
             self._current_round.append(copy)
 
@@ -195,6 +200,7 @@ class ShardCopier:
 
     def wait_for_previous_round(self) -> None:
         """End the current round, and wait for the copies of the round before it."""
+        self._submit_device_pairs()
         for copy in self._previous_round:
             copy.result()
         self._previous_round = self._current_round
@@ -203,7 +209,7 @@ class ShardCopier:
     def join(
         self, sources: Sequence[torch.Tensor | FileRange], device: torch.device
     ) -> tuple[torch.Tensor, list[list[CopiedPiece]]]:
-        """Concatenate bytes of tensors in host memory and of files into new memory of a device.
+        """Concatenate bytes of tensors and of files into new memory of a device.
 
         Any thread may call this method. The memory is complete on return.
 
@@ -214,6 +220,7 @@ class ShardCopier:
         result = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         copies: list[Future[None]] = []
         file_copies: list[list[Future[CopiedPiece]]] = []
+        device_pairs: list[_CopyPair] = []
         for target_bytes, source in zip(result.split(sizes), sources, strict=True):
             if isinstance(source, FileRange):
                 file_copies.append(self.copy_from_file(source, target_bytes))
@@ -221,14 +228,45 @@ class ShardCopier:
             tensor = source
             if target_bytes.storage_offset() % tensor.element_size():  # tensors of a smaller dtype precede it
                 tensor = tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+                if tensor.is_cuda:
+                    torch.cuda.current_stream(tensor.device).synchronize()  # the copy below is on another stream
             target = target_bytes.view(tensor.dtype).view(tensor.shape)
+            if self._is_on_device(tensor):
+                device_pairs.append((target, tensor))
+                continue
             box = Box((0,) * tensor.dim(), tuple(tensor.shape))
             for copied_box in split_box(box, tensor.element_size(), _COPY_BYTES):
                 slices = box_slices(box, copied_box)
                 copies.append(self._submit(target[slices], tensor[slices]))
+        self._copy_pairs(device_pairs)
         for copy in copies:
             copy.result()
         return result, [[copy.result() for copy in pieces] for pieces in file_copies]
+
+    @staticmethod
+    def _is_on_device(tensor: torch.Tensor) -> bool:
+        """Return whether copies of a tensor are so fast that one thread makes those of a round."""
+        return tensor.is_cuda
+
+    def _submit_device_pairs(self) -> None:
+        """Start the current round's copies within a device."""
+        if self._device_pairs:
+            self._current_round.append(self._pool.submit(self._copy_pairs, self._device_pairs))
+            self._device_pairs = []
+
+    def _copy_pairs(self, pairs: Sequence[_CopyPair]) -> None:
+        """Copy sources into their targets, and wait once for all copies."""
+        stream: torch.cuda.Stream | None = None
+        with torch.no_grad():
+            for target, source in pairs:
+                if not target.is_cuda:
+                    target.copy_(source)
+                    continue
+                stream = self._device_stream(target.device)
+                with torch.cuda.stream(stream):
+                    target.copy_(source, non_blocking=True)
+        if stream is not None:
+            stream.synchronize()
 
     def _submit(self, target: torch.Tensor, source: torch.Tensor) -> Future[None]:
         return self._pool.submit(self._copy, target, source)

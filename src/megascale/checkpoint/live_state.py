@@ -8,7 +8,8 @@ hosts (background/load_from_memory.py) completes what no process has kept: the s
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -204,6 +205,7 @@ def load_live(
     report: LoadReport | None = None,
     *,
     accept: AcceptState | None = None,
+    begin: Callable[[], None] = lambda: None,
 ) -> dict[str, Any] | str:
     """Fill shards from the memory of running processes and, if the plan needs it, from a save. Collective.
 
@@ -212,16 +214,21 @@ def load_live(
         service: conversation with the host's checkpoint service.
         shards: shards to fill; none on a process whose shards have the state already.
         accept: see `loader.AcceptState`.
+        begin: called before the exchange if the load needs no save, which might be damaged.
 
     Returns:
         The state besides tensors, or a description of damage to the save, the same on all processes.
     """
     report = report or LoadReport()
     name = f"the running ranks, step {plan.step}"
+    part_start = time.monotonic()
     if plan.save is None:
         state = _share_state(plan, live, peers)
+        part_start = report.measure("state", part_start)
         if accept is not None:
             accept(state, name)
+        report.measure("checks", part_start)
+        begin()
         _fill_from_processes(plan, shards, peers, report)
         return state
     snapshots = MemorySnapshots(service, plan.save.generation)
@@ -252,12 +259,19 @@ def _share_state(plan: LivePlan, live: LiveState, peers: Peers) -> dict[str, Any
 
 def _fill_from_processes(plan: LivePlan, shards: Sequence[TensorShard], peers: Peers, report: LoadReport) -> None:
     """Fill the elements of the shards that processes have kept. Collective."""
+    part_start = time.monotonic()
     live_shards = [shard for shard in shards if shard.name in plan.index.tensors]
     request = request_chunks(plan.index, [(shard.name, shard.box) for shard in live_shards])
     requests = peers.all_gather(request, ChunkRequest)
+    part_start = report.measure("requests", part_start)
     source = LiveChunks(plan, is_on_device=peers.exchange_device.type == "cuda")
     with ShardCopier(live_shards) as copier:
-        ChunkTransfer(source, live_shards, requests, peers, copier).run(report)
+        part_start = report.measure("initial values", part_start)
+        transfer = ChunkTransfer(source, live_shards, requests, peers, copier)
+        report.measure("rounds", part_start)
+        transfer.run(report)
+        part_start = time.monotonic()
+    report.measure("copy", part_start)
 
 
 def _join_offers(offers: Mapping[int, Offer]) -> tuple[CheckpointIndex, dict[str, list[int]]]:

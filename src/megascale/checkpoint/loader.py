@@ -72,6 +72,7 @@ class LoadReport:
     """Costs and findings of a load on this process.
 
     Attributes:
+        step: step of the loaded checkpoint; None before the load.
         read_bytes: bytes read from storage or memory.
         sent_bytes: bytes sent to other processes.
         damage: descriptions of damaged chunks.
@@ -81,6 +82,7 @@ class LoadReport:
         copy_threads: seconds of the threads that copy, as text.
     """
 
+    step: int | None = None
     read_bytes: int = 0
     sent_bytes: int = 0
     damage: list[str] = field(default_factory=list)
@@ -234,6 +236,8 @@ def load(
         if damage is None:
             if damages and peers.rank == 0:
                 warn(f"{'; '.join(damages)}. Went back to the checkpoint of step {commit.step}")
+            if report is not None:
+                report.step = commit.step
             return commit.state
         if peers.compute_once(partial(folders.is_removed, storage, commit), bool):
             removed_count += 1

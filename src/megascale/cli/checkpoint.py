@@ -168,7 +168,11 @@ def _find_differences(path: str, summary: Summary) -> dict[str, tuple[Any, Any]]
     saved = summary.state.get("config")
     if file is None or not isinstance(saved, dict):
         return {}
-    present = read_toml(file, "the configuration of the run")
+    try:
+        present = read_toml(file, "the configuration of the run")
+    except ConfigError as error:
+        typer.echo(f"note: settings are not compared: {error}", err=True)
+        return {}
     differences = {}
     for section in sorted(saved.keys() | present.keys()):
         saved_section = _as_dict(saved.get(section))

@@ -295,15 +295,17 @@ def ecmp(
     counts = parse_numbers("--queue-pairs", queue_pairs, "1,4,16")
     # What varies the hashed UDP source port: the pair of NICs only, or each queue pair.
     entropy: Literal["pair", "qp"] = "pair" if pair_entropy else "qp"
-    rows = study_hash_conflicts(
-        _build_fabric(fabric, changes),
-        counts,
-        leaf_share=same_leaf,
-        draws=draws,
-        seed=seed,
-        entropy=entropy,
-        polarised=polarised,
-    )
+    built = _build_fabric(fabric, changes)
+    with make_console(stderr=True).status(f"hashing the flows {draws} times for each number of queue pairs"):
+        rows = study_hash_conflicts(
+            built,
+            counts,
+            leaf_share=same_leaf,
+            draws=draws,
+            seed=seed,
+            entropy=entropy,
+            polarised=polarised,
+        )
     if as_json:
         print_json(rows, indent=2)
     else:
@@ -383,7 +385,8 @@ def flows(
             raise ConfigError(f"--vary={vary!r} must be KEY=A,B, such as leaf_oversubscription=1,2")
         variants = {value: base.with_key(key, value) for value in values.split(",")}
     config = load_for_gpus(file, context.args)
-    rows = vary_network(config, gpus, variants)
+    with make_console(stderr=True).status(f"simulating the groups of {gpus:,} GPUs on {len(variants)} networks"):
+        rows = vary_network(config, gpus, variants)
     if as_json:
         print_json(rows, indent=2)
     else:

@@ -110,7 +110,10 @@ def measure(
         gpus = torch.cuda.device_count()
         if processes is not None and processes > gpus:
             raise ConfigError(f"--processes={processes} but this host has {gpus} GPUs")
-    figures = machine_figures.measure_machine(torch_device, seconds, processes or gpus)
+    with make_console(stderr=True).status("measuring") as status:
+        figures = machine_figures.measure_machine(
+            torch_device, seconds, processes or gpus, report=lambda name: status.update(f"measuring {name}")
+        )
     cluster = measured_machine.make_cluster(figures, base, name)
     calibration = measured_machine.make_calibration(figures, cluster)
     cluster_file = out / f"{name}.toml"

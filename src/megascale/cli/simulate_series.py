@@ -110,9 +110,9 @@ def sweep(
 
     Examples:
 
-      megascale simulate sweep examples/gpt-175b.toml --vary gpus=768:12288 --against megatron-2023 --plot scaling.png
+      megascale simulate sweep examples/gpt-175b.toml --vary gpus=768:12288 --cluster a100-roce --against megatron-2023
 
-      megascale simulate sweep examples/gpt-175b.toml --gpus 3072 --vary cluster.between.gbs=12.5,25,50 --csv nic.csv
+      megascale simulate sweep examples/gpt-175b.toml --gpus 3072 --vary cluster.between.gbs=12.5,25,50 --plot nic.png
     """
     from megascale.simulate import simulation_plots
     from megascale.simulate.series import parse_vary, sweep_rows

@@ -68,9 +68,17 @@ def evaluate(
     from megascale import api
 
     _start_ranks("evaluate", run, step=step, context=context, device=device)
-    evaluation = api.evaluate(
-        run, file, stride=stride, step=step, device=device, linear_precision=linear_precision, context=context
-    )
+    with make_console(stderr=True).status("loading the model") as status:
+        evaluation = api.evaluate(
+            run,
+            file,
+            stride=stride,
+            step=step,
+            device=device,
+            linear_precision=linear_precision,
+            context=context,
+            on_progress=lambda done, total: status.update(f"evaluated {done:,} of {total:,} windows"),
+        )
     if as_json:
         print_json(asdict(evaluation))
     else:
@@ -97,8 +105,11 @@ def print_evaluation(evaluation: Evaluation) -> None:
     weight_text = ""
     if evaluation.weight_sum is not None:
         weight_text = f" with a loss weight of {evaluation.weight_sum:,.10g}"
+    step_text = ""
+    if evaluation.step is not None:
+        step_text = f", step {evaluation.step}"
     console.print(
-        f"held-out loss {evaluation.loss:.4f} nats per token over {evaluation.tokens:,} tokens{weight_text}",
+        f"held-out loss {evaluation.loss:.4f} nats per token over {evaluation.tokens:,} tokens{weight_text}{step_text}",
         markup=False,
     )
     if evaluation.within_documents:
@@ -185,6 +196,7 @@ def generate(
         raise ConfigError("--prompt-file=- is the input of one process; name a file, or omit --context")
     _start_ranks("generate", run, step=step, context=context, device=device)
     text = _read_prompt(prompt, prompt_file)
+    steps: list[int | None] = []
     pieces = api.generate(
         run,
         text,
@@ -199,9 +211,10 @@ def generate(
         device=device,
         context=context,
         on_note=lambda note: typer.echo(f"note: {note}", err=True),
+        on_step=steps.append,
     )
     if as_json:
-        print_json({"prompt": text, "text": "".join(pieces)})
+        print_json({"prompt": text, "text": "".join(pieces), "step": steps[0]})
         return
     first = next(pieces, "")  # errors are raised here, before anything is printed
     typer.echo(text + first, nl=False)
@@ -233,7 +246,7 @@ def _answer(session: ChatSession, text: str, as_json: bool) -> None:
     if as_json:
         for _ in pieces:  # The session generates while its pieces are read.
             pass
-        print_json({"messages": session.messages})
+        print_json({"messages": session.messages, "step": session.step})
         return
     _print_pieces(pieces)
 

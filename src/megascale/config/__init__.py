@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megascale.config.base import Section
     from megascale.config.cluster_sections import KubernetesConfig, SlurmConfig
-    from megascale.config.loading import from_tree, list_presets, load, load_command_line, read_preset
+    from megascale.config.loading import from_tree, list_presets, load, load_command_line, load_written, read_preset
     from megascale.config.model_section import ModelConfig
     from megascale.config.parallel_sections import OverlapConfig, ParallelConfig
     from megascale.config.resilience_section import ForeignConfig, ResilienceConfig
@@ -51,6 +51,7 @@ __all__ = [
     "list_presets",
     "load",
     "load_command_line",
+    "load_written",
     "read_preset",
     "resolve_precision",
     "split_password",
@@ -79,6 +80,7 @@ _MODULES = {
     "list_presets": "loading",
     "load": "loading",
     "load_command_line": "loading",
+    "load_written": "loading",
     "read_preset": "loading",
     "resolve_precision": "tree",
     "split_password": "run_sections",

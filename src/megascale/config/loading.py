@@ -29,7 +29,7 @@ from megascale.config.rotary_scaling import RotaryScaling
 from megascale.config.suggestions import find_field, format_question, list_keys, suggest_for_section, suggest_keys
 from megascale.config.text_files import read_toml
 from megascale.config.tree import Config
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, DataError
 
 # Registries by setting, for settings that name code which training needs and inference does not.
 TRAINING_PARTS: dict[str, Registry[Any]] = {
@@ -78,6 +78,20 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = (), *, keep_
     if keep_unknown_parts:
         return _validate_known_parts(tree)
     return from_tree(tree)
+
+
+def load_written(file: Path) -> Config:
+    """Return the configuration that a run has written into its folder; names of unknown parts are kept.
+
+    Raises DataError if the file is damaged.
+    """
+    try:
+        return load(file, keep_unknown_parts=True)
+    except ConfigError as error:
+        raise DataError(
+            f"the settings that the run has written cannot be used: {error}. Copy {str(file)!r} from a backup, or "
+            "remove it and start the run again with the same command, which writes it anew"
+        ) from None
 
 
 def _check_file(file: Path) -> None:

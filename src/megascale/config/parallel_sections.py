@@ -86,7 +86,8 @@ class ParallelConfig(Section):
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
         description="communication dtype of gradients between data-parallel ranks; float32: as accumulated; bfloat16: "
-        "rounded, half the bytes, summed in float32 (needs zero=1 or more)",
+        "rounded, half the bytes, summed in float32 (needs zero=1 or more). A rank's own gradients are rounded with "
+        "overlap.reductions=copies only",
     )
     gather_precision: Literal["auto", "float8", "default"] = Field(
         "default",  # until its kernels have run on several GPUs

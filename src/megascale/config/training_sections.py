@@ -217,7 +217,8 @@ class KernelsConfig(Section):
     graphs: Literal["auto", "on", "off"] = Field(
         "auto",
         description="CUDA graphs of a chunk's forward and backward, so that small micro-batches do not wait for the "
-        "host; auto: if possible; on: an error if not possible (on a CPU, tests replay the same work without graphs)",
+        "host; auto: if possible, and if eager micro-batches of the second step take the host of any rank more than "
+        "0.7 of the GPU's time; on: an error if not possible (on a CPU, tests replay the same work without graphs)",
     )
     expert_rows: float = Field(
         1.25,

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from megascale.config import Config, ModelConfig, TrainConfig
 from megascale.config.parts import OPTIMIZERS
-from megascale.core.inventory import LogicalTensor, layer_inventory, resolve_layers
+from megascale.core.inventory import layer_inventory, resolve_layers
+from megascale.core.inventory_records import LogicalTensor
 from megascale.core.layers import ChunkLayers
 
 _SUFFIX = ".weight"  # of the name of a matrix

@@ -50,6 +50,11 @@ def find_boundaries(actions: Sequence[Action]) -> dict[int, Boundaries]:
     return boundaries
 
 
+def reads_complete_state(boundaries: Boundaries, i: int) -> bool:
+    """Return whether micro-batch `i` neither waits for the chunk's parameters nor reduces its gradients."""
+    return i != boundaries.first_forward and i not in boundaries.reduced_backwards
+
+
 def find_free_index(used_indices: Iterable[int]) -> int:
     """Return the smallest index, from 0, that is not in use."""
     used = set(used_indices)

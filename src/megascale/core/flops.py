@@ -18,17 +18,15 @@ from math import prod
 
 from megascale.config import ModelConfig
 from megascale.core.inventory import (
-    ATTENTION_PARTS,
-    MLP_PARTS,
-    LogicalTensor,
     count_distinct_layers,
     embedding_tensors,
     head_tensors,
     layer_inventory,
-    norm_tensors,
     output_matrix,
 )
+from megascale.core.inventory_records import LogicalTensor, norm_tensors
 from megascale.core.layer_spec import LayerSpec
+from megascale.core.part_inventories import ATTENTION_PARTS, MLP_PARTS
 
 CONVENTION = "full attention, windows by area, no recompute"
 DOCUMENT_CONVENTION = f"{CONVENTION}, documents as sequences of their own"

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 
-_NAME_WITH_ATTEMPT = re.compile(r"(\w+/\d+(?:-\d+)?)@(\d+)")
+_NAME_WITH_ATTEMPT = re.compile(r"(world|\w+/\d+(?:-\d+)?)@(\d+)")
+ATTEMPT_KEY = "megascale_attempt"  # of the number of the attempt in a dump of torch's flight recorder
 
 
 def make_attempt_suffix(attempt: int) -> str:

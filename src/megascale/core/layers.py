@@ -17,7 +17,7 @@ from typing import Literal
 from megascale.config import ModelConfig, ParallelConfig
 from megascale.core.chunk_map import ChunkMap, make_chunk_map
 from megascale.core.flops import flops_per_token
-from megascale.core.inventory import BLOCK_PARTS
+from megascale.core.part_inventories import BLOCK_PARTS
 from megascale.core.schedule_registry import chunk_map_of
 from megascale.errors import FitError
 

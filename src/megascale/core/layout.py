@@ -12,10 +12,11 @@ from megascale.core.batch_shares import BatchShares
 from megascale.core.chunk_map import ChunkMap
 from megascale.core.grid import Grid
 from megascale.core.head_exchange import list_gather_kernels, share_heads
-from megascale.core.inventory import BLOCK_PARTS, has_experts, resolve_layers
+from megascale.core.inventory import has_experts, resolve_layers
 from megascale.core.layers import ChunkLayers, assign_layers
 from megascale.core.memory import MemoryEstimate
 from megascale.core.parameter_counts import count_stage_units
+from megascale.core.part_inventories import BLOCK_PARTS
 from megascale.core.rank_memory import estimate_rank_memory
 from megascale.core.replay_interval import list_unsupported_settings
 from megascale.core.schedule import Schedule
@@ -113,13 +114,23 @@ class Layout:
             return None
         return assign_chunk_slots(self.schedule(), stage)
 
-    def stage_memory(self, stage: int, limit: float | None = None) -> tuple[MemoryEstimate, str]:
+    def stage_memory(
+        self, stage: int, limit: float | None = None, measures_launches: bool = False
+    ) -> tuple[MemoryEstimate, str]:
         """Return the peak memory of a GPU's rank of `stage`, and why its chunks are not CUDA graphs ("" if they are).
 
         Args:
             limit: bytes that the rank may use, if known. kernels.graphs=auto uses graphs only if they fit.
+            measures_launches: as for `explain_no_graphs`.
         """
-        return estimate_rank_memory(self.config, self.grid, self.schedule(), stage, limit)
+        return estimate_rank_memory(
+            self.config,
+            self.grid,
+            schedule=self.schedule(),
+            stage=stage,
+            available_bytes=limit,
+            measures_launches=measures_launches,
+        )
 
     def stage_layers(self, stage: int) -> list[ChunkLayers]:
         """Return the layers of each chunk of a stage, chunk 0 first."""

@@ -27,14 +27,8 @@ from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core.adapters import AdapterSpec, count_adapter_elements, count_adapter_state
 from megascale.core.grid import Grid
 from megascale.core.head_exchange import share_heads
-from megascale.core.inventory import (
-    BLOCK_PARTS,
-    LogicalTensor,
-    gradient_widths,
-    has_experts,
-    layer_inventory,
-    resolve_layers,
-)
+from megascale.core.inventory import gradient_widths, has_experts, layer_inventory, resolve_layers
+from megascale.core.inventory_records import LogicalTensor
 from megascale.core.layer_spec import ExpertsSpec, LayerSpec
 from megascale.core.layers import ChunkLayers, LayerSums, assign_layers, assign_stage_layers
 from megascale.core.parameter_counts import (
@@ -46,6 +40,7 @@ from megascale.core.parameter_counts import (
     count_stage_units,
     sum_tensors,
 )
+from megascale.core.part_inventories import BLOCK_PARTS
 from megascale.core.saved_tensors import head_saved_tensors, sum_saved_bytes
 from megascale.core.schedule import (
     COMPUTES,

@@ -17,16 +17,15 @@ from megascale.config.parts import OPTIMIZERS
 from megascale.core.flops import count_parameters
 from megascale.core.inventory import (
     TOKENS,
-    LogicalTensor,
     count_distinct_layers,
     count_elements,
     embedding_tensors,
     head_tensors,
     layer_inventory,
-    norm_tensors,
     output_matrix,
     resolve_layers,
 )
+from megascale.core.inventory_records import LogicalTensor, norm_tensors
 from megascale.core.layer_spec import LayerSpec
 from megascale.core.layers import ChunkLayers, LayerSums, assign_layers, assign_stage_layers
 from megascale.core.schedule_registry import chunk_map_of

@@ -2,7 +2,7 @@
 
 With kernels.graphs=auto, chunks are graphs only if the graphs' buffers fit, so memory and decision depend on each
 other. The engine, the planner, the simulator and the preflight check all use this module, so that they describe the
-same run.
+same run. Only the engine can measure launches; all others estimate them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ def estimate_rank_memory(
     stage: int,
     available_bytes: float | None = None,
     has_gpu: bool = True,
+    measures_launches: bool = False,
 ) -> tuple[MemoryEstimate, str]:
     """Estimate the peak memory of a rank of pipeline stage `stage`.
 
     Args:
         available_bytes: free memory of the rank's device; None if unknown.
         has_gpu: whether the rank runs on a GPU, which CUDA graphs need.
+        measures_launches: as for `explain_no_graphs`.
 
     Returns:
         (the estimate, why the chunks are not CUDA graphs or "" if they are).
@@ -51,7 +53,7 @@ def estimate_rank_memory(
     elif schedule.splits_backward:
         reason = f"parallel.schedule={config.parallel.schedule} computes weight gradients in actions of their own"
     else:
-        reason = explain_no_graphs(config, grid)
+        reason = explain_no_graphs(config, grid, measures_launches)
     if reason:
         return _estimate(config, grid, schedule, stage, graphs=False, has_gpu=has_gpu), reason
     memory = _estimate(config, grid, schedule, stage, graphs=True, has_gpu=True)
@@ -87,13 +89,15 @@ def _estimate(
     return replace(memory, prepared_groups=estimate_prepared_groups(config, grid))
 
 
-def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
+def explain_no_graphs(config: Config, grid: Grid | None = None, measures_launches: bool = False) -> str:
     """Return why chunks are not captured as CUDA graphs (parallel/chunk_graphs.py), or "" if they are.
 
-    With kernels.graphs=auto the reason may be that graphs gain nothing.
+    With kernels.graphs=auto the reason may be that graphs are expected to gain nothing.
 
     Args:
         grid: None if the number of ranks is unknown; more than one data-parallel rank is then assumed.
+        measures_launches: whether the caller measures launches (parallel/launch_times.py), so that their estimate does
+            not count.
     """
     mode = config.kernels.graphs
     if grid is None:
@@ -131,7 +135,7 @@ def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
         return (
             f"{setting} is registered by a package and may depend on the step; set --kernels.graphs=on if it does not"
         )
-    if not _are_launches_slow(config, tensor):
+    if not measures_launches and not _are_launches_slow(config, tensor):
         return "a layer's micro-batch keeps the GPU busy for longer than its launches take"
     return ""
 

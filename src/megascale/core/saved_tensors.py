@@ -55,16 +55,16 @@ from megascale.config.parts import LINEAR_PRECISIONS, NORMS
 from megascale.core.adapters import AdapterSpec
 from megascale.core.head_exchange import share_heads
 from megascale.core.inventory import (
-    SavedActivation,
     count_distinct_layers,
     half_saved_activations,
-    has_fused_projection,
     layer_inventory,
     layer_saved_activations,
     resolve_layers,
 )
+from megascale.core.inventory_records import SavedActivation
 from megascale.core.layer_spec import LayerSpec
 from megascale.core.layers import Half, LayerSums
+from megascale.core.part_inventories import has_fused_projection
 from megascale.core.tensors import DTYPE_BYTES
 
 

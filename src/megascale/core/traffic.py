@@ -6,7 +6,7 @@ all-reduce sends twice as much.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -20,9 +20,9 @@ from megascale.core.adapters import AdapterSpec, count_adapter_elements
 from megascale.core.expert_ranks import gathers_expert_tokens, reached_share
 from megascale.core.grid import Grid
 from megascale.core.head_exchange import share_heads
-from megascale.core.inventory import BLOCK_PARTS, output_matrix, resolve_layers
+from megascale.core.inventory import output_matrix, resolve_layers
 from megascale.core.layer_spec import ExpertsSpec, LayerSpec
-from megascale.core.layers import LayerSums, assign_stage_layers
+from megascale.core.layers import ChunkLayers, LayerSums, assign_stage_layers
 from megascale.core.memory import count_logits_groups, gathers_float8
 from megascale.core.parameter_counts import (
     UnitElements,
@@ -30,6 +30,7 @@ from megascale.core.parameter_counts import (
     count_stage_parameters,
     count_stage_units,
 )
+from megascale.core.part_inventories import BLOCK_PARTS
 from megascale.core.schedule import INPUT_BACKWARDS, SENDS, ActionKind, Schedule, make_kind_mask
 from megascale.core.tensors import DTYPE_BYTES
 from megascale.core.unit_slots import (
@@ -217,65 +218,44 @@ def estimate_stage_traffic(
     t = grid.tensor
     itemsize = DTYPE_BYTES[precision]
     master_itemsize = max(4, itemsize)
+    gradient_itemsize = master_itemsize
+    if parallel.reduce_dtype == "bfloat16":
+        gradient_itemsize = DTYPE_BYTES["bfloat16"]
     tokens = model.sequence_length // grid.context * micro_batch
     hidden_bytes = tokens * model.hidden * itemsize
     layers = assign_stage_layers(model, parallel, stage)  # of each chunk of the stage
-    chunk_map = schedule.chunk_map
-    is_first = stage == chunk_map.first_stage
-    is_last = stage == chunk_map.last_stage
-    collective_sums = _sum_collectives(model, forward_passes=_FORWARD_PASSES.get(parallel.recompute, 1))
-    collective_count = round(sum(collective_sums.of_chunk(chunk) for chunk in layers))
-    if is_first:
-        collective_count += 2  # embedding: scatter in forward, gather in backward
-    if is_last:
-        collective_count += 2  # logits: gather in forward, scatter in backward
-    exchanged_bytes = 0.0  # per micro-batch
-    if grid.context > 1:
-        recomputes = parallel.recompute in ("full", "attention")
-        exchanged_values = _sum_exchanged_values(model, t, context=grid.context, recomputes=recomputes)
-        exchanged_bytes = sum(exchanged_values.of_chunk(chunk) for chunk in layers) * tokens * itemsize
-    kinds = schedule.tables[stage][:, 0]
-    send_count = int(make_kind_mask(kinds, *SENDS).sum())
-    parameters = count_stage_parameters(model, parallel, stage)
+    is_first = stage == schedule.chunk_map.first_stage
+    is_last = stage == schedule.chunk_map.last_stage
+    collective_count = _count_stage_collectives(model, parallel, layers, is_first=is_first, is_last=is_last)
+    exchanged_bytes = _count_exchanged_values(model, parallel, grid, layers) * tokens * itemsize  # per micro-batch
+    send_count = int(make_kind_mask(schedule.tables[stage][:, 0], *SENDS).sum())
     units = count_stage_units(model, parallel, stage)
-    trained = parameters
+    trained = count_stage_parameters(model, parallel, stage)
     sharded = units.sharded  # trained parameters whose gradients ZeRO-2 and 3 reduce after each micro-batch
-    if adapters is not None:
+    if adapters is None:
+        gather_bytes = _count_gather_bytes(
+            model, parallel, grid, schedule, stage=stage, precision=precision, linear_precision=linear_precision
+        )
+    else:
         trained = sum(count_adapter_elements(model, adapters, chunk, t) for chunk in layers)
         sharded = trained
         gather_bytes = itemsize * trained if parallel.zero else 0
-    elif parallel.zero == 3:
-        gather_bytes = _zero3_gather_bytes(
-            parallel,
-            schedule,
-            stage=stage,
-            units=units,
-            resident=parameters - units.sharded,
-            itemsize=itemsize,
-            matrix_itemsize=_gathered_matrix_itemsize(model, parallel, linear_precision, grid.shards, itemsize),
-        )
-    elif parallel.zero:
-        gather_bytes = gathered_bytes(model, parallel, stage, precision, linear_precision, grid.shards)
-    else:
-        gather_bytes = 0
-    if parallel.reduce_dtype == "bfloat16":
-        gradient_itemsize = DTYPE_BYTES["bfloat16"]
-    else:
-        gradient_itemsize = master_itemsize
     embedding_bytes = 0
-    if adapters is None and model.tied_embeddings and len(chunk_map.end_stages) > 1 and (is_first or is_last):
+    has_tied_stages = model.tied_embeddings and len(schedule.chunk_map.end_stages) > 1
+    if adapters is None and has_tied_stages and (is_first or is_last):
         embedding_bytes = master_itemsize * prod(output_matrix(model).local_shape(t))
     expert_bytes = 0.0
     if grid.expert > 1:
-        dispatched_values = _sum_dispatched_values(
+        values = _count_dispatched_values(
             model,
-            t,
-            expert=grid.expert,
-            forward_passes=2 if parallel.recompute == "full" else 1,
+            parallel,
+            grid,
+            layers,
+            itemsize=itemsize,
             exchange=expert_exchange,
-            token_share=1.0 if LINEAR_PRECISIONS[linear_precision].float8_gemms == "none" else 1 / itemsize,
+            linear_precision=linear_precision,
         )
-        dispatched_bytes = sum(dispatched_values.of_chunk(chunk) for chunk in layers) * tokens * itemsize
+        dispatched_bytes = values * tokens * itemsize
         # An all-reduce of the gradients of all parameters except experts.
         expert_ring_share = (grid.expert - 1) / grid.expert
         summed_bytes = 2 * expert_ring_share * master_itemsize * (trained - units.sharded)
@@ -295,6 +275,83 @@ def estimate_stage_traffic(
         expert=expert_bytes,
         context=schedule.microbatches * exchanged_bytes,
         replicate=2 * (copies - 1) / copies * gradient_itemsize * trained / grid.shards,
+    )
+
+
+def _count_stage_collectives(
+    model: ModelConfig, parallel: ParallelConfig, layers: Sequence[ChunkLayers], *, is_first: bool, is_last: bool
+) -> int:
+    """Return the number of a stage's tensor-parallel gathers and scatters per micro-batch."""
+    sums = _sum_collectives(model, forward_passes=_FORWARD_PASSES.get(parallel.recompute, 1))
+    count = round(sum(sums.of_chunk(chunk) for chunk in layers))
+    if is_first:
+        count += 2  # embedding: scatter in forward, gather in backward
+    if is_last:
+        count += 2  # logits: gather in forward, scatter in backward
+    return count
+
+
+def _count_exchanged_values(
+    model: ModelConfig, parallel: ParallelConfig, grid: Grid, layers: Sequence[ChunkLayers]
+) -> float:
+    """Return the values per token that attention sends between context ranks."""
+    if grid.context == 1:
+        return 0.0
+    recomputes = parallel.recompute in ("full", "attention")
+    sums = _sum_exchanged_values(model, grid.tensor, context=grid.context, recomputes=recomputes)
+    return sum(sums.of_chunk(chunk) for chunk in layers)
+
+
+def _count_dispatched_values(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    grid: Grid,
+    layers: Sequence[ChunkLayers],
+    *,
+    itemsize: int,
+    exchange: str,
+    linear_precision: str,
+) -> float:
+    """Return the values per token that are sent to experts and back, of `itemsize` bytes each."""
+    token_share = 1.0
+    if LINEAR_PRECISIONS[linear_precision].float8_gemms != "none":
+        token_share = 1 / itemsize
+    sums = _sum_dispatched_values(
+        model,
+        grid.tensor,
+        expert=grid.expert,
+        forward_passes=2 if parallel.recompute == "full" else 1,
+        exchange=exchange,
+        token_share=token_share,
+    )
+    return sum(sums.of_chunk(chunk) for chunk in layers)
+
+
+def _count_gather_bytes(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    grid: Grid,
+    schedule: Schedule,
+    *,
+    stage: int,
+    precision: str,
+    linear_precision: str,
+) -> float:
+    """Return the bytes of parameters that a rank of a stage gathers in a step."""
+    if not parallel.zero:
+        return 0
+    if parallel.zero < 3:
+        return gathered_bytes(model, parallel, stage, precision, linear_precision, grid.shards)
+    itemsize = DTYPE_BYTES[precision]
+    units = count_stage_units(model, parallel, stage)
+    return _zero3_gather_bytes(
+        parallel,
+        schedule,
+        stage=stage,
+        units=units,
+        resident=count_stage_parameters(model, parallel, stage) - units.sharded,
+        itemsize=itemsize,
+        matrix_itemsize=_gathered_matrix_itemsize(model, parallel, linear_precision, grid.shards, itemsize),
     )
 
 

@@ -19,7 +19,8 @@ from torch import nn
 from megascale.config.parts import ATTENTIONS, AttentionFacts
 from megascale.config.registry import Registry
 from megascale.core.head_exchange import count_head_parts, find_first_key, list_gather_kernels, share_heads
-from megascale.core.inventory import ATTENTION_PARTS, LogicalTensor, PartInventory
+from megascale.core.inventory_records import LogicalTensor, PartInventory
+from megascale.core.part_inventories import ATTENTION_PARTS
 from megascale.model.context import ForwardContext, LayerSetup, Rotary
 from megascale.model.fusion import Branch
 from megascale.model.norm import Norm, normalise_queries_and_keys

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megascale.config.parts import BLOCKS, PartFacts
 from megascale.config.registry import Registry
-from megascale.core.inventory import BLOCK_PARTS, BlockInventory, LogicalTensor, has_fused_projection
+from megascale.core.inventory_records import BlockInventory, LogicalTensor
+from megascale.core.part_inventories import BLOCK_PARTS, has_fused_projection
 from megascale.model import attention as attentions
 from megascale.model import mlp as mlps
 from megascale.model.context import ForwardContext, LayerSetup, Rotary

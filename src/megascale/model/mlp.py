@@ -9,7 +9,8 @@ from torch import nn
 
 from megascale.config.parts import MLPS, PartFacts
 from megascale.config.registry import Registry
-from megascale.core.inventory import MLP_PARTS, PartInventory
+from megascale.core.inventory_records import PartInventory
+from megascale.core.part_inventories import MLP_PARTS
 from megascale.model.context import LayerSetup
 from megascale.model.experts import ExpertsMlp
 from megascale.model.fusion import Branch

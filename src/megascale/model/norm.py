@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megascale.config.parts import NORMS, NormFacts
 from megascale.config.registry import Registry
-from megascale.core.inventory import LogicalTensor
+from megascale.core.inventory_records import LogicalTensor
 from megascale.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.column_norm import rms_norm_columns
@@ -61,8 +61,8 @@ def _widen(weight: Tensor) -> Tensor:
 NORM_OPERATORS: Registry[NormOperators] = Registry(
     NORMS.key,
     {
-        # `layer_norm` and `add_layer_norm` both accept a bias or None. `core.inventory.norm_tensors` gives each norm a
-        # bias or none, so that the assertion is only a check.
+        # `layer_norm` and `add_layer_norm` both accept a bias or None. `core.inventory_records.norm_tensors` gives each
+        # norm a bias or none, so that the assertion is only a check.
         "layernorm": NormOperators(_layer_norm_with_bias, add_layer_norm),
         "layernorm_no_bias": NormOperators(layer_norm, add_layer_norm),
         "rmsnorm_zero_centred": NormOperators(_zero_centred_rms_norm, _add_zero_centred_rms_norm),

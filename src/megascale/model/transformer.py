@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from megascale.config import ModelConfig
 from megascale.core.adapters import AdapterSpec, is_adapter
 from megascale.core.batch import Batch
-from megascale.core.inventory import LogicalTensor, embedding_tensors, head_tensors, norm_tensors, resolve_layers
+from megascale.core.inventory import embedding_tensors, head_tensors, resolve_layers
+from megascale.core.inventory_records import LogicalTensor, norm_tensors
 from megascale.core.layers import ChunkLayers
 from megascale.model.block import make_block
 from megascale.model.context import EVALUATION, ForwardContext, LayerSetup, Rotary

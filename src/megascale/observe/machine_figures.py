@@ -23,12 +23,50 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as functional
 
-# Rows, columns and depth of GEMMs of layers of width 4,096 to 12,288, unsharded and sharded over tensor ranks.
-GPU_SHAPES = (
-    (4096, 4096, 4096), (8192, 8192, 8192), (4096, 12288, 4096), (4096, 16384, 4096), (2048, 6144, 12288),
-    (2048, 12288, 1536), (4096, 5120, 20480), (4096, 7680, 5120), (8192, 5120, 5120), (2048, 4608, 12288),
+
+class MeasuredSizes(NamedTuple):
+    """Sizes of the measured operators.
+
+    Attributes:
+        gemms: rows, columns and depth of each GEMM.
+        sustained: rows, columns and depth of the sustained GEMM.
+        sequences: sequence lengths of attention, each four times as long as the previous one.
+        batch, heads: batch of attention at the first length, and its heads.
+        elements: elements of a streamed tensor.
+        mebibytes: size of a gathered tensor.
+    """
+
+    gemms: tuple[tuple[int, int, int], ...]
+    sustained: int
+    sequences: tuple[int, ...]
+    batch: int
+    heads: int
+    elements: int
+    mebibytes: int
+
+
+GPU_SIZES = MeasuredSizes(
+    # Layers of width 4,096 to 12,288, unsharded and sharded over tensor ranks.
+    gemms=(
+        (4096, 4096, 4096), (8192, 8192, 8192), (4096, 12288, 4096), (4096, 16384, 4096), (2048, 6144, 12288),
+        (2048, 12288, 1536), (4096, 5120, 20480), (4096, 7680, 5120), (8192, 5120, 5120), (2048, 4608, 12288),
+    ),
+    sustained=8192,
+    sequences=(2048, 8192),
+    batch=4,
+    heads=32,
+    elements=2**28,
+    mebibytes=64,
 )  # fmt: skip
-CPU_SHAPES = ((256, 256, 256), (512, 512, 512))
+CPU_SIZES = MeasuredSizes(
+    gemms=((256, 256, 256), (512, 512, 512)),
+    sustained=512,
+    sequences=(128,),
+    batch=1,
+    heads=2,
+    elements=2**22,
+    mebibytes=1,
+)
 HEAD_WIDTH = 128
 _GEMMS_PER_CALL = 8  # GEMMs that run in a row, so that each launch overlaps with the previous GEMM
 _LAUNCHES_PER_CALL = 200
@@ -79,6 +117,12 @@ def _synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def _choose_sizes(device: torch.device) -> MeasuredSizes:
+    if device.type == "cuda":
+        return GPU_SIZES
+    return CPU_SIZES
+
+
 def _choose_dtype(device: torch.device) -> torch.dtype:
     """Return bfloat16 for a GPU, float32 for a CPU."""
     if device.type == "cuda":
@@ -94,7 +138,7 @@ def measure_gemms(device: torch.device, seconds: float) -> list[GemmRate]:
     """
     dtype = _choose_dtype(device)
     results = []
-    for m, n, k in GPU_SHAPES if device.type == "cuda" else CPU_SHAPES:
+    for m, n, k in _choose_sizes(device).gemms:
         a = torch.randn(m, k, device=device, dtype=dtype)
         b = torch.randn(k, n, device=device, dtype=dtype)
         out = torch.empty(m, n, device=device, dtype=dtype)
@@ -116,7 +160,7 @@ def measure_sustained(device: torch.device, seconds: float) -> tuple[float, floa
 
     The power is None if it cannot be read.
     """
-    size = 8192 if device.type == "cuda" else 512
+    size = _choose_sizes(device).sustained
     dtype = _choose_dtype(device)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
@@ -151,9 +195,11 @@ def measure_attention(device: torch.device, seconds: float) -> list[tuple[int, f
     The FLOPs are those of the causal half of the scores.
     """
     dtype = _choose_dtype(device)
-    batch, heads = (4, 32) if device.type == "cuda" else (1, 2)
+    sizes = _choose_sizes(device)
+    batch = sizes.batch
+    heads = sizes.heads
     results = []
-    for length in (2048, 8192) if device.type == "cuda" else (128,):
+    for length in sizes.sequences:
         q, k, v = (
             torch.randn(batch, heads, length, HEAD_WIDTH, device=device, dtype=dtype, requires_grad=True)
             for _ in range(3)
@@ -174,7 +220,7 @@ def measure_attention(device: torch.device, seconds: float) -> list[tuple[int, f
 
 def measure_streaming(device: torch.device, seconds: float) -> tuple[float, float]:
     """Return GB/s of a large float32 copy and of a large float32 addition, counting bytes read and written."""
-    element_count = 2**28 if device.type == "cuda" else 2**22
+    element_count = _choose_sizes(device).elements
     a = torch.ones(element_count, device=device)
     b = torch.ones(element_count, device=device)
     out = torch.empty_like(a)
@@ -278,25 +324,45 @@ def measure_collectives(is_cuda: bool, world_sizes: Sequence[int], mebibytes: fl
     return results
 
 
-def measure_machine(device: torch.device, seconds: float, processes: int) -> dict[str, Any]:
+def _describe_device(device: torch.device) -> dict[str, Any]:
+    """Return the name, the SMs and the memory of a GPU, or the threads of a CPU."""
+    if device.type != "cuda":
+        return {"device": "cpu", "processors": torch.get_num_threads(), "memory_gib": None}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "device": properties.name,
+        "processors": properties.multi_processor_count,
+        "memory_gib": properties.total_memory / 2**30,
+    }
+
+
+def measure_machine(
+    device: torch.device, seconds: float, processes: int, report: Callable[[str], object] = lambda name: None
+) -> dict[str, Any]:
     """Return all measurements of this machine.
 
     Args:
         seconds: time of the sustained GEMMs; other measurements take fractions of it.
         processes: largest number of ranks of the collectives; two ranks are measured too. 1 measures no collectives.
+        report: called with the name of each kind of measurement before it begins.
     """
     is_cuda = device.type == "cuda"
-    properties = torch.cuda.get_device_properties(device) if is_cuda else None
-    mebibytes = 64 if is_cuda else 1
+    mebibytes = _choose_sizes(device).mebibytes
     world_sizes = sorted({n for n in (2, processes) if 2 <= n <= processes})
+    report("sustained GEMMs")
     sustained_tflops, watts = measure_sustained(device, seconds)
+    report("GEMMs of several shapes")
     gemms = measure_gemms(device, seconds)
+    report("attention")
     attention = measure_attention(device, seconds)
+    report("copies and additions")
     copy_gbs, add_gbs = measure_streaming(device, seconds)
+    report("launches")
+    launch_us = measure_launch(device, seconds)
+    report("collectives")
+    collectives = measure_collectives(is_cuda, world_sizes, mebibytes)
     return {
-        "device": properties.name if properties else "cpu",
-        "processors": properties.multi_processor_count if properties else torch.get_num_threads(),
-        "memory_gib": properties.total_memory / 2**30 if properties else None,
+        **_describe_device(device),
         "host": socket.gethostname(),
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
@@ -306,6 +372,6 @@ def measure_machine(device: torch.device, seconds: float, processes: int) -> dic
         "attention": attention,
         "copy_gbs": copy_gbs,
         "add_gbs": add_gbs,
-        "launch_us": measure_launch(device, seconds),
-        "collectives": measure_collectives(is_cuda, world_sizes, mebibytes),
+        "launch_us": launch_us,
+        "collectives": collectives,
     }

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from megascale.config import Config
 from megascale.config.parts import SINKS, PartFacts
 from megascale.config.registry import Registry
-from megascale.core import strict_json
+from megascale.core.json_lines import append_record
 from megascale.errors import ConfigError, describe_install
 
 
@@ -52,19 +52,22 @@ class SinkRequest:
 
 
 class JsonLines:
-    """Appends records to a file, one JSON object per line, and flushes each."""
+    """Appends records to a file, one JSON object per line.
+
+    Each record opens the file by its name. Rank 0 of another start may replace the file by a shorter one, and an open
+    file would then be the replaced one, whose records no reader sees.
+    """
 
     def __init__(self, file: Path) -> None:
-        self._out = open(file, "a")  # noqa: SIM115 - closed by close()
+        self._file = file
+        self._file.touch()
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record."""
-        self._out.write(strict_json.dumps(record) + "\n")
-        self._out.flush()
+        append_record(self._file, record)
 
     def close(self) -> None:
-        """Close the file."""
-        self._out.close()
+        """Do nothing: no file is open."""
 
 
 # Groups of metrics in TensorBoard and Weights & Biases, by prefix of the name; for other names by the whole name.

@@ -58,7 +58,7 @@ class Curves:
     Attributes:
         x: position of each step on the axis: tokens, steps, or the sum of the steps' hours.
         loss, rate, norm: loss, learning rate and gradient norm of each step; NaN is a gap.
-        held_out: position and loss of each evaluation.
+        valid_points: position and loss of each evaluation.
     """
 
     name: str
@@ -66,32 +66,34 @@ class Curves:
     loss: list[float]
     rate: list[float]
     norm: list[float]
-    held_out: list[tuple[float, float]] = field(default_factory=list)
+    valid_points: list[tuple[float, float]] = field(default_factory=list)
 
     @classmethod
     def from_records(cls, name: str, records: list[dict[str, Any]], axis: Axis) -> Curves:
         """Return the curves of a run's records. Raises DataError if no record has a position on the axis."""
         training_records = [record for record in records if "loss" in record]
         if axis == "hours":
-            seconds = (_parse_number(record.get("seconds")) for record in training_records)
-            x = [total / 3600 for total in accumulate(s if s > 0 else 0.0 for s in seconds)]  # NaN counts as 0
+            seconds = [_parse_number(record.get("seconds")) for record in training_records]
+            seconds = [step_seconds if step_seconds > 0 else 0.0 for step_seconds in seconds]  # NaN counts as 0
+            x = [total / 3600 for total in accumulate(seconds)]
         else:
-            x = [_parse_number(record.get("tokens" if axis == "tokens" else "step")) for record in training_records]
+            key = {"tokens": "tokens", "steps": "step"}[axis]
+            x = [_parse_number(record.get(key)) for record in training_records]
         if all(math.isnan(position) for position in x):
             raise DataError(f"the metrics of {name} have no {axis}; draw them along another axis, such as --x steps")
         steps = [record["step"] for record in training_records]
-        held_out = []
+        valid_points = []
         for record in records:
             # An evaluation has the position of the last step before it, on every axis.
             valid_loss = _parse_number(record.get("valid_loss"))
             preceding_count = bisect_right(steps, record["step"])
             if not math.isnan(valid_loss) and preceding_count:
-                held_out.append((x[preceding_count - 1], valid_loss))
+                valid_points.append((x[preceding_count - 1], valid_loss))
         loss, rate, norm = (
             [_parse_number(record.get(key)) for record in training_records]
             for key in ("loss", "learning_rate", "grad_norm")
         )
-        return cls(name, x, loss=loss, rate=rate, norm=norm, held_out=held_out)
+        return cls(name, x, loss=loss, rate=rate, norm=norm, valid_points=valid_points)
 
     def format_label(self, weight: float) -> str:
         """Return the text of the legend: name, last loss (averaged with `weight`, see `smooth`), last held-out loss."""
@@ -100,9 +102,9 @@ class Curves:
             label = f"{self.name}: no finite loss"
         else:
             label = f"{self.name}: {last_loss:.3f}"
-        if self.held_out:
-            _, held_out_loss = self.held_out[-1]
-            label += f", held out {held_out_loss:.3f}"
+        if self.valid_points:
+            _, valid_loss = self.valid_points[-1]
+            label += f", held out {valid_loss:.3f}"
         return label
 
 
@@ -170,7 +172,6 @@ def plot_runs(
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
-    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     # Runs with equal names are shown with their paths.
     name_counts = Counter(run.name for run in runs)
@@ -179,10 +180,11 @@ def plot_runs(
         Curves.from_records(_escape_name(name), read_metrics(run, warn), x)
         for name, run in zip(names, runs, strict=True)
     ]
-    farthest = max((position for run in curves for position in run.x if not math.isnan(position)), default=0.0)
-    unit, unit_name = 1.0, ""
+    unit = 1.0
+    unit_name = ""
     if x == "tokens":
-        unit, unit_name = choose_unit(farthest)
+        positions = [position for run in curves for position in run.x if not math.isnan(position)]
+        unit, unit_name = choose_unit(max(positions, default=0.0))
     figure, (loss_axes, rate_axes, norm_axes) = plt.subplots(
         3, 1, figsize=(9, 9), sharex=True, height_ratios=[3, 1, 1], layout="constrained"
     )
@@ -191,35 +193,20 @@ def plot_runs(
         positions = [position / unit for position in run.x]
         label = run.format_label(smoothing)
         _draw_noisy(loss_axes, positions, run.loss, weight=smoothing, color=color, label=label)
-        if run.held_out:
-            held_x, held_y = zip(*run.held_out, strict=True)
-            held_positions = [position / unit for position in held_x]
-            loss_axes.plot(held_positions, held_y, "o:", color=color, markersize=5, linewidth=1.0)
+        if run.valid_points:
+            valid_positions = [position / unit for position, _ in run.valid_points]
+            valid_losses = [loss for _, loss in run.valid_points]
+            loss_axes.plot(valid_positions, valid_losses, "o:", color=color, markersize=5, linewidth=1.0)
         rate_axes.plot(positions, run.rate, color=color, linewidth=1.4)
         _draw_noisy(norm_axes, positions, run.norm, weight=smoothing, color=color, label=None)
-    # Values between powers of ten that have a label.
-    subdivisions = {loss_axes: (1, 1.5, 2, 3, 4, 5, 6, 8), norm_axes: (1, 2, 5)}
-    for axes, labelled_multiples in subdivisions.items():
-        if axes is norm_axes and not any(value > 0 for run in curves for value in run.norm):
-            continue  # a logarithmic axis without a positive value cannot be laid out
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=labelled_multiples))
-        axes.yaxis.set_major_formatter(ScalarFormatter())
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    loss_axes.set_ylim(*_choose_limits(curves, smoothing))
-    has_held_out = any(run.held_out for run in curves)
-    loss_axes.set_ylabel("Loss (nats per token)" + ("; dots: held out" if has_held_out else ""))
-    loss_axes.legend(title=f"last loss{', averaged' if smoothing else ''}", frameon=False)
+    _lay_out_loss(loss_axes, curves, smoothing)
     rate_axes.set_ylabel("Learning rate")
     rate_axes.set_ylim(bottom=0)
     rate_axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    if any(value > 0 for run in curves for value in run.norm):
+        _use_logarithms(norm_axes, (1, 2, 5))  # without a positive value, such an axis cannot be laid out
     norm_axes.set_ylabel("Gradient norm")
-    x_label: str = x
-    if x == "hours":
-        x_label = "hours in steps"
-    elif unit_name:
-        x_label = f"{x} ({unit_name})"
-    norm_axes.set_xlabel(x_label)
+    norm_axes.set_xlabel(_label_x(x, unit_name))
     for axes in (loss_axes, rate_axes, norm_axes):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
@@ -230,9 +217,42 @@ def plot_runs(
     return out
 
 
+def _lay_out_loss(axes: Any, curves: list[Curves], smoothing: float) -> None:
+    """Set the scale, the limits, the label and the legend of the loss axes."""
+    _use_logarithms(axes, (1, 1.5, 2, 3, 4, 5, 6, 8))
+    axes.set_ylim(*_choose_limits(curves, smoothing))
+    label = "Loss (nats per token)"
+    if any(run.valid_points for run in curves):
+        label += "; dots: held out"
+    axes.set_ylabel(label)
+    title = "last loss"
+    if smoothing:
+        title += ", averaged"
+    axes.legend(title=title, frameon=False)
+
+
+def _use_logarithms(axes: Any, labelled_multiples: tuple[float, ...]) -> None:
+    """Make the y axis logarithmic, with labels at these multiples of powers of ten."""
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=labelled_multiples))
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _label_x(axis: Axis, unit_name: str) -> str:
+    """Return the label of the x axis."""
+    if axis == "hours":
+        return "hours in steps"
+    if unit_name:
+        return f"{axis} ({unit_name})"
+    return axis
+
+
 def _choose_limits(curves: list[Curves], smoothing: float) -> tuple[float, float]:
     """Return limits of the loss axis that include all averages, all evaluations and 99% of the steps' losses."""
-    shown_losses = [loss for run in curves for _, loss in run.held_out]
+    shown_losses = [loss for run in curves for _, loss in run.valid_points]
     for run in curves:
         losses = sorted(loss for loss in run.loss if not math.isnan(loss))
         if losses:

@@ -74,6 +74,33 @@ def prepare_workspace() -> str:
     return f"{_WORKSPACE_VARIABLE}={' or '.join(_DETERMINISTIC_WORKSPACES)}, and it is set to {workspace!r}"
 
 
+def hide_workspace_setting(device: torch.device) -> str:
+    """Remove cuBLAS's workspace setting from C's environment, after torch has read it. Return a line for the log.
+
+    The line is empty if the setting stays. torch 2.11 parses the setting by a regular expression in each call of
+    cuBLAS, and three times in `_scaled_mm` and in a GEMM with a bias (`tests/gpu/gemm_calls.py` measures it). Whether
+    the setting is deterministic is read once, at the first GEMM. Without a setting a Hopper device has a workspace of
+    the same size, so that the algorithms stay the same. `os.environ` keeps the setting.
+    """
+    if os.environ.get(_WORKSPACE_VARIABLE) != _DETERMINISTIC_WORKSPACES[0] or not _has_large_workspace(device):
+        return ""
+    matrix = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    torch.mm(matrix, matrix)
+    os.unsetenv(_WORKSPACE_VARIABLE)
+    try:
+        with _TORCH_DETERMINISTIC:
+            torch.mm(matrix, matrix)
+    except RuntimeError:  # This torch reads the setting again.
+        os.putenv(_WORKSPACE_VARIABLE, _DETERMINISTIC_WORKSPACES[0])
+        return ""
+    return f"{_WORKSPACE_VARIABLE}={_DETERMINISTIC_WORKSPACES[0]}, which torch does not parse in each call"
+
+
+def _has_large_workspace(device: torch.device) -> bool:
+    """Return whether torch's default workspace of cuBLAS is that of the first of _DETERMINISTIC_WORKSPACES, 32 MiB."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def prepare_determinism() -> None:
     """Set the environment that determinism needs. Raises ConfigError if the user's cuBLAS workspace excludes it."""
     problem = prepare_workspace()

@@ -16,8 +16,9 @@ from megascale.ops.float8.cast import cast_rows
 from megascale.ops.float8.formats import E4M3, Float8
 from megascale.ops.float8.grouped import multiply_float8_groups
 from megascale.ops.float8.stacks import cast_activation
-from megascale.ops.grouped_gemm import gather_rows, multiply_groups
+from megascale.ops.grouped_gemm import multiply_groups
 from megascale.ops.linear import Operand
+from megascale.ops.row_copies import gather_rows
 
 
 class ExpertGemms:

@@ -26,6 +26,7 @@ class GradientSink:
         ready: called after each addition to `main_grad`.
         should_overwrite: whether the next GEMM overwrites `main_grad` instead of adding to it, which saves zeroing it.
         is_gemm_gradient: whether a GEMM computes this gradient. Only a GEMM can overwrite `main_grad`.
+        can_be_rounded: whether this GEMM can also overwrite memory of 16 bits (`Gemms.can_round_wgrad`).
         complete: called when a forward (ops/cross_entropy.py) has added a micro-batch's complete gradient. The backward
             calls `ready` later. None: not called.
         keep_rows: called with a micro-batch's tokens and the gradients of their rows, instead of an addition to the
@@ -37,6 +38,7 @@ class GradientSink:
     ready: Callable[[], None] = _ignore
     should_overwrite: bool = False
     is_gemm_gradient: bool = False
+    can_be_rounded: bool = False
     complete: Callable[[], None] | None = None
     keep_rows: Callable[[Tensor, Tensor], None] | None = None
     is_divided: ClassVar[bool] = False

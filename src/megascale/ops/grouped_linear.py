@@ -1,8 +1,8 @@
 """The experts of a rank, forward and backward: two grouped linear layers with an activation between them.
 
-`ops/expert_gemms.py` has the GEMMs of rows, and `ops/grouped_gemm.py` those of the matrices' gradients: kernels on a
-GPU, and a loop over experts as the reference. Forward saves the output of the first layer, and backward computes the
-activation again.
+`ops/expert_gemms.py` has the GEMMs of rows, and `ops/grouped_gradients.py` those of the matrices' gradients. They are
+kernels on a GPU, and a loop over experts as the reference. Forward saves the output of the first layer, and backward
+computes the activation again.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from megascale.ops.activation import RecomputedActivation
 from megascale.ops.dispatch import use_fused
 from megascale.ops.expert_gemms import DEFAULT_EXPERT_GEMMS, ExpertGemms
 from megascale.ops.gradient_sink import get_sink
-from megascale.ops.grouped_gemm import accumulate_group_gradients, gather_rows, should_copy_rows
+from megascale.ops.grouped_gradients import accumulate_group_gradients
 from megascale.ops.linear import Operand
 from megascale.ops.routing import RoutingPlan, combine_rows
 from megascale.ops.routing_kernels import FUSED_ACTIVATIONS, compute_activation_gradient
+from megascale.ops.row_copies import gather_rows, should_copy_rows
 
 
 def run_experts(

@@ -54,12 +54,21 @@ class Operand(NamedTuple):
 
 
 def accumulate_mm(target: Tensor, a: Tensor, b: Tensor, overwrite: bool = False) -> None:
-    """Compute target [M, N] (float32 or wider) += a [M, K] @ b [K, N], summed in float32 at least.
+    """Compute target [M, N] += a [M, K] @ b [K, N], summed in float32 at least.
 
     With `overwrite` the product replaces target. On CUDA one GEMM has float32 output and adds to target. If torch lacks
     such a GEMM, the product is rounded to a's type, and the record of operators says so. On other devices a and b are
     converted to target's type.
+
+    A target of 16 bits, or narrower than a, takes the rounded product, and only with `overwrite`.
     """
+    if target.dtype.itemsize < max(4, a.dtype.itemsize):
+        assert overwrite, target.dtype
+        if target.dtype == a.dtype:
+            torch.mm(a, b, out=target)
+        else:
+            target.copy_(a @ b)
+        return
     if not (target.is_cuda and target.dtype == torch.float32) or target.dtype == a.dtype:
         a, b = a.to(target.dtype), b.to(target.dtype)
         if overwrite:
@@ -113,7 +122,12 @@ class Gemms:
     """GEMMs in the type of their inputs. Inputs x are [..., I], output gradients dy [..., O], weights [O, I].
 
     If `out` is given, the result is written to it, or added to it with `add`. It is returned, flattened to rows.
+
+    Attributes:
+        can_round_wgrad: whether a weight's gradient can overwrite memory of 16 bits.
     """
+
+    can_round_wgrad = True
 
     def prepare_input(self, x: Tensor, weight: Tensor, amax: Any = None, for_gather: bool = False) -> Operand:
         """Return x in the form that `forward` and `accumulate_wgrad` read.
@@ -154,6 +168,7 @@ class Gemms:
         """Add the weight's gradient dy.T @ x to main_grad [O, I] (float32 or wider), or overwrite main_grad.
 
         Args:
+            main_grad: may have 16 bits with `overwrite` if `can_round_wgrad`.
             dy, x: results of `Operand.for_wgrad`.
         """
         accumulate_mm(main_grad, dy.data.flatten(0, -2).t(), x.data.flatten(0, -2), overwrite)

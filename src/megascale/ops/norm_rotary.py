@@ -49,7 +49,29 @@ def _load_gradient(dq_row, dk_row, column, inside, is_query):
 
 
 @jit
-def _forward_kernel(
+def _load_normed(x_row, column, inside, inverse_rms):
+    """Return a tile of heads in float32, normed without weights."""
+    return tl.load(x_row + column[None, :], mask=inside, other=0.0).to(tl.float32) * inverse_rms[:, None]
+
+
+@jit
+def _load_rotation(cos_ptr, sin_ptr, angle, is_pair):
+    """Return the cosines and sines of a token's pairs [1, pairs] in float32."""
+    cos = tl.load(cos_ptr + angle, mask=is_pair, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + angle, mask=is_pair, other=0.0).to(tl.float32)[None, :]
+    return cos, sin
+
+
+@jit
+def _choose_columns(pair, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Return the columns of the first and of the second entry of each pair."""
+    if INTERLEAVED:
+        return 2 * pair, 2 * pair + 1
+    return pair, HALF + pair
+
+
+@jit
+def _norm_rotary_forward_kernel(
     x_ptr,
     out_ptr,
     inverse_rms_ptr,
@@ -88,15 +110,8 @@ def _forward_kernel(
     out_row = out_ptr + (token * heads + head[:, None]) * D
     pair = tl.arange(0, BLOCK_HALF)
     is_pair = pair < HALF
-    angle = s * table_s + b * table_b + pair
-    cos = tl.load(cos_ptr + angle, mask=is_pair, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(sin_ptr + angle, mask=is_pair, other=0.0).to(tl.float32)[None, :]
-    if INTERLEAVED:
-        first_column = 2 * pair
-        second_column = 2 * pair + 1
-    else:
-        first_column = pair
-        second_column = HALF + pair
+    cos, sin = _load_rotation(cos_ptr, sin_ptr, s * table_s + b * table_b + pair, is_pair)
+    first_column, second_column = _choose_columns(pair, HALF, INTERLEAVED)
     inside = is_head[:, None] & is_pair[None, :]
     first = tl.load(x_row + first_column[None, :], mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x_row + second_column[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -104,9 +119,8 @@ def _forward_kernel(
     if 2 * HALF < D:
         passed_column = 2 * HALF + tl.arange(0, BLOCK_PASS)
         is_passed = passed_column < D
-        passed = tl.load(x_row + passed_column[None, :], mask=is_head[:, None] & is_passed[None, :], other=0.0).to(
-            tl.float32
-        )
+        inside_passed = is_head[:, None] & is_passed[None, :]
+        passed = tl.load(x_row + passed_column[None, :], mask=inside_passed, other=0.0).to(tl.float32)
         square_sum += tl.sum(passed * passed, 1)
     inverse_rms = 1.0 / tl.sqrt(square_sum / D + eps)
     tl.store(inverse_rms_ptr + token * heads + head, inverse_rms, mask=is_head)
@@ -116,11 +130,11 @@ def _forward_kernel(
     tl.store(out_row + second_column[None, :], second * cos + first * sin, mask=inside)
     if 2 * HALF < D:
         passed *= inverse_rms[:, None] * _load_weights(q_weight_ptr, k_weight_ptr, passed_column, is_passed, is_query)
-        tl.store(out_row + passed_column[None, :], passed, mask=is_head[:, None] & is_passed[None, :])
+        tl.store(out_row + passed_column[None, :], passed, mask=inside_passed)
 
 
 @jit
-def _backward_kernel(
+def _norm_rotary_backward_kernel(
     dq_ptr,
     dk_ptr,
     x_ptr,
@@ -157,17 +171,13 @@ def _backward_kernel(
 ):
     """Compute the gradients of query and key heads of `program_tokens` tokens, and partial sums for the weights.
 
-    Names are those of `_forward_kernel`. `g_` is the gradient of the rotated head, and `d_` that of the normed head.
+    Names are those of `_norm_rotary_forward_kernel`. `g_` is the gradient of the rotated head, and `d_` that of the
+    normed head.
     q_first, q_second, q_passed (and k_...) are sums for the gradient of the weight of the query (key) norm.
     """
     pair = tl.arange(0, BLOCK_HALF)
     is_pair = pair < HALF
-    if INTERLEAVED:
-        first_column = 2 * pair
-        second_column = 2 * pair + 1
-    else:
-        first_column = pair
-        second_column = HALF + pair
+    first_column, second_column = _choose_columns(pair, HALF, INTERLEAVED)
     passed_column = 2 * HALF + tl.arange(0, BLOCK_PASS)
     is_passed = passed_column < D
     # Gradients of the weights are summed over heads after the loop, because such sums exchange data between warps.
@@ -181,9 +191,7 @@ def _backward_kernel(
     for token in range(start, tl.minimum(start + program_tokens, tokens)):
         s = token // batch
         b = token % batch
-        angle = s * table_s + b * table_b + pair
-        cos = tl.load(cos_ptr + angle, mask=is_pair, other=0.0).to(tl.float32)[None, :]
-        sin = tl.load(sin_ptr + angle, mask=is_pair, other=0.0).to(tl.float32)[None, :]
+        cos, sin = _load_rotation(cos_ptr, sin_ptr, s * table_s + b * table_b + pair, is_pair)
         for first_head in range(0, heads, BLOCK_N):
             head = first_head + tl.arange(0, BLOCK_N)
             is_head = head < heads
@@ -199,11 +207,8 @@ def _backward_kernel(
             g_second = _load_gradient(dq_row, dk_row, second_column, inside, query)
             d_first = g_first * cos + g_second * sin
             d_second = g_second * cos - g_first * sin
-            x_first = (
-                tl.load(x_row + first_column[None, :], mask=inside, other=0.0).to(tl.float32) * inverse_rms[:, None]
-            )
-            x_second = tl.load(x_row + second_column[None, :], mask=inside, other=0.0).to(tl.float32)
-            x_second *= inverse_rms[:, None]
+            x_first = _load_normed(x_row, first_column, inside, inverse_rms)
+            x_second = _load_normed(x_row, second_column, inside, inverse_rms)
             q_first += tl.where(query, d_first * x_first, 0.0)
             q_second += tl.where(query, d_second * x_second, 0.0)
             k_first += tl.where(query, 0.0, d_first * x_first)
@@ -214,8 +219,7 @@ def _backward_kernel(
             if 2 * HALF < D:
                 inside_passed = is_head[:, None] & is_passed[None, :]
                 d_passed = _load_gradient(dq_row, dk_row, passed_column, inside_passed, query)
-                x_passed = tl.load(x_row + passed_column[None, :], mask=inside_passed, other=0.0).to(tl.float32)
-                x_passed *= inverse_rms[:, None]
+                x_passed = _load_normed(x_row, passed_column, inside_passed, inverse_rms)
                 q_passed += tl.where(query, d_passed * x_passed, 0.0)
                 k_passed += tl.where(query, 0.0, d_passed * x_passed)
                 d_passed *= _load_weights(q_weight_ptr, k_weight_ptr, passed_column, is_passed, is_query)
@@ -270,7 +274,7 @@ class _SplitNormRotary(torch.autograd.Function):
         out = torch.empty((S, B, normed_heads, D), dtype=qkv_SBC.dtype, device=qkv_SBC.device)
         inverse_rms = torch.empty((S, B, normed_heads), dtype=torch.float32, device=qkv_SBC.device)
         tile = _choose_tile(D, cos.shape[-1], normed_heads)
-        _forward_kernel[(S * B, cdiv(normed_heads, tile["BLOCK_N"]))](
+        _norm_rotary_forward_kernel[(S * B, cdiv(normed_heads, tile["BLOCK_N"]))](
             x_SBND,
             out,
             inverse_rms,
@@ -307,7 +311,7 @@ class _SplitNormRotary(torch.autograd.Function):
         programs = cdiv(S * B, program_tokens)
         partial = torch.empty((programs, 2 * D), dtype=torch.float32, device=qkv_SBC.device)
         # If dq and dk are packed already, they change in place: a program reads a tile before it writes the tile.
-        _backward_kernel[(programs,)](
+        _norm_rotary_backward_kernel[(programs,)](
             dq,
             dk,
             x_SBND,

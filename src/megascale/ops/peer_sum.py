@@ -3,7 +3,7 @@
 `PeerSum` awaits the parts of the peers within its kernel. Each rank writes the number of the call into the memory of
 each peer, and every program of the kernel waits until all peers have done so. A peer writes it after its parts of the
 call, and after its kernel of the previous call, so it no longer reads those parts. A peer that has died writes nothing.
-The waiting rank's watch then writes RELEASED into that rank's words, which ends the wait (parallel/peer_watch.py).
+The waiting rank's watch then writes RELEASED into that rank's flags, which ends the wait (parallel/peer_watch.py).
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def sum_over_peers(local: Tensor, received: Tensor, rank: int, out: Tensor, accu
     Args:
         local: this rank's summand [count], contiguous.
         received: summands of the other ranks in the order of ranks [ranks - 1, at least count], with contiguous rows.
-            They may have a narrower type. Sums have the type of `local`, and are computed at least in float32.
-        out: [count], contiguous, of the type of `local`; may be `local`.
+            They may have a narrower type. Sums are computed in the type of `local`, and at least in float32.
+        out: [count], contiguous, of a type that is not narrower than that of `local`; may be `local`.
     """
     ranks = len(received) + 1
     if use_fused("sum over peers", local):
@@ -96,6 +96,30 @@ def sum_over_peers(local: Tensor, received: Tensor, rank: int, out: Tensor, accu
 
 
 @jit
+def _await_parts(calls_ptr, flags_ptr, peers_ptr, rank, RANKS: tl.constexpr):
+    """Signal the peers that this rank's parts are written, and wait for the signals of all peers.
+
+    The arguments are those of `_sum_parts_kernel`.
+    """
+    program = tl.program_id(0)
+    call = tl.load(calls_ptr + program) + 1
+    tl.debug_barrier()  # all threads have read the number before it changes
+    tl.store(calls_ptr + program, call)
+    if program == 0:
+        for peer in tl.static_range(RANKS):
+            if peer != rank:
+                peer_flags = tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64))
+                tl.atomic_xchg(peer_flags + rank, call, sem="release", scope="sys")
+    for peer in tl.static_range(RANKS):
+        if peer != rank:
+            # An atomic addition of 0 reads the flag that a peer may write meanwhile.
+            received = tl.atomic_add(flags_ptr + peer, 0, sem="acquire", scope="sys")
+            while (received < call) & (received != -1):  # RELEASED
+                received = tl.atomic_add(flags_ptr + peer, 0, sem="acquire", scope="sys")
+    tl.debug_barrier()
+
+
+@jit
 def _sum_parts_kernel(
     part_0,
     part_1,
@@ -107,7 +131,7 @@ def _sum_parts_kernel(
     part_7,
     out_ptr,
     calls_ptr,
-    words_ptr,
+    flags_ptr,
     peers_ptr,
     count,
     rank,
@@ -122,7 +146,7 @@ def _sum_parts_kernel(
 
     AWAIT: signal the peers, and wait for their signals first.
     calls_ptr: number of calls that each program has made [PROGRAMS].
-    words_ptr: this rank's words [RANKS], written by peers. peers_ptr: addresses of the words of all ranks.
+    flags_ptr: this rank's flags [RANKS], written by peers. peers_ptr: addresses of the flags of all ranks.
     WIDEN: add in float32, because the summands have 16 bits.
     """
     if WIDEN:
@@ -130,22 +154,7 @@ def _sum_parts_kernel(
     else:
         dtype: tl.constexpr = out_ptr.dtype.element_ty  # type: ignore[no-redef]
     if AWAIT:
-        program = tl.program_id(0)
-        call = tl.load(calls_ptr + program) + 1
-        tl.debug_barrier()  # all threads have read the number before it changes
-        tl.store(calls_ptr + program, call)
-        if program == 0:
-            for peer in tl.static_range(RANKS):
-                if peer != rank:
-                    peer_words = tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64))
-                    tl.atomic_xchg(peer_words + rank, call, sem="release", scope="sys")
-        for peer in tl.static_range(RANKS):
-            if peer != rank:
-                # An atomic addition of 0 reads the word that a peer may write meanwhile.
-                received = tl.atomic_add(words_ptr + peer, 0, sem="acquire", scope="sys")
-                while (received < call) & (received != -1):  # RELEASED
-                    received = tl.atomic_add(words_ptr + peer, 0, sem="acquire", scope="sys")
-        tl.debug_barrier()
+        _await_parts(calls_ptr, flags_ptr, peers_ptr, rank, RANKS)
     for start in tl.range(tl.program_id(0) * BLOCK, count, PROGRAMS * BLOCK, num_stages=STAGES):
         element = start + tl.arange(0, BLOCK)
         inside = element < count
@@ -200,14 +209,14 @@ def sum_parts(parts: Sequence[Tensor], out: Tensor, programs: int) -> None:
     Args:
         parts: two to `MAX_RANKS` summands [count], contiguous, of one type.
         out: [count], contiguous, of the parts' type.
-        programs: number of programs, each of which takes one SM.
+        programs: number of programs. Each program takes one SM.
 
     Raises ValueError for another number of parts.
     """
     if not 2 <= len(parts) <= MAX_RANKS:
         raise ValueError(f"sum_parts takes 2 to {MAX_RANKS} parts, not {len(parts)}")
     if use_fused("sum of peers' parts", out):
-        _launch_sum_parts(parts, out, programs, calls=out, words=out, peers=out, rank=0, awaits=False)
+        _launch_sum_parts(parts, out, programs, calls=out, flags=out, peers=out, rank=0, awaits=False)
         return
     total = parts[0].to(torch.promote_types(out.dtype, torch.float32), copy=True)
     for part in parts[1:]:
@@ -220,7 +229,7 @@ def _launch_sum_parts(
     out: Tensor,
     programs: int,
     calls: Tensor,
-    words: Tensor,
+    flags: Tensor,
     peers: Tensor,
     rank: int,
     awaits: bool,
@@ -231,7 +240,7 @@ def _launch_sum_parts(
         *padded,
         out,
         calls,
-        words,
+        flags,
         peers,
         len(out),
         rank,
@@ -250,8 +259,8 @@ class PeerSum:
 
     Args:
         rank: rank in the group.
-        memory: memory of each rank as this process accesses it, int64 [ranks], zero before the first call.
-        programs: programs of the kernel, each of which takes one SM; the same on all ranks.
+        memory: flags of each rank as this process accesses them, int64 [ranks], zero before the first call.
+        programs: number of programs of the kernel, the same on all ranks. Each program takes one SM.
     """
 
     def __init__(self, rank: int, memory: Sequence[Tensor], programs: int = 16) -> None:
@@ -260,7 +269,7 @@ class PeerSum:
         self._programs = programs
         device = memory[rank].device
         self._calls = torch.zeros(programs, dtype=torch.int64, device=device)
-        self._peers = torch.tensor([words.data_ptr() for words in memory], dtype=torch.int64, device=device)
+        self._peers = torch.tensor([flags.data_ptr() for flags in memory], dtype=torch.int64, device=device)
 
     @staticmethod
     def count_memory_bytes(size: int) -> int:
@@ -280,7 +289,7 @@ class PeerSum:
                 out,
                 self._programs,
                 calls=self._calls,
-                words=self._memory[self._rank],
+                flags=self._memory[self._rank],
                 peers=self._peers,
                 rank=self._rank,
                 awaits=True,

@@ -17,7 +17,7 @@ import torch
 
 from megascale.config import OptimizerConfig
 from megascale.core.tensors import matrix_ranges
-from megascale.ops.adam import lamb_apply, lamb_direction
+from megascale.ops.lamb import lamb_apply, lamb_direction
 from megascale.optim.base import Shards, ShardState, StatePart, UpdateRule, UpdateStep
 from megascale.parallel.buffers import FlatShard
 from megascale.parallel.collectives import all_reduce

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from megascale import torch_private
 from megascale.config import OptimizerConfig
 from megascale.core.tensors import Box, flat_boxes, matrix_ranges
-from megascale.ops.adam import newton_schulz
+from megascale.ops.newton_schulz import newton_schulz
 from megascale.optim.base import Shards, ShardState, StatePart, UpdateRule, UpdateStep
 from megascale.optim.sharded_adamw import apply_adamw
 from megascale.parallel.buffers import FlatShard

@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional as F
 
 from megascale.core.adapters import AdapterSpec
-from megascale.core.inventory import LogicalTensor
+from megascale.core.inventory_records import LogicalTensor
 from megascale.parallel.collectives import Axis, gather_sequence, scatter_sequence
 from megascale.parallel.module import DirectModule
 from megascale.parallel.parameters import local_parameter

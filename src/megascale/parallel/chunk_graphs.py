@@ -32,14 +32,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megascale.core.calls import NullCallLog
-from megascale.core.capture_plan import find_boundaries, find_free_index, plan_captures
+from megascale.core.capture_plan import find_boundaries, find_free_index, plan_captures, reads_complete_state
 from megascale.core.schedule import Action
 from megascale.ops.gradient_sink import GradientSink, get_sink
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.captures import CudaCapture, CudaCapturePool, HostCapture, HostCapturePool
 from megascale.parallel.collectives import all_reduce
 from megascale.parallel.data_parallel import DataParallel
-from megascale.parallel.exchange import CapturedCalls
+from megascale.parallel.exchange_calls import CapturedCalls
 from megascale.parallel.pipeline import EagerRunner, Forward
 from megascale.parallel.runtime import Runtime
 from megascale.parallel.unit_cuts import UnitCuts
@@ -155,8 +155,11 @@ class ChunkGraphs:
         self._step_count += 1
         if not self.is_enabled or self.failure or eagerly or self._step_count <= EAGER_STEPS:
             return EagerRunner(forward, self._runtime.weight_gradients)
-        if self._plan.overlaps_eager and not self._captures:
-            self._capture_plan()
+        if self._plan.captures and not self._captures:
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()  # captures cannot use the cached memory of eager micro-batches
+            if self._plan.overlaps_eager:
+                self._capture_plan()
             if self.failure:
                 return EagerRunner(forward, self._runtime.weight_gradients)
         return GraphedRunner(forward, inputs, self, self._runtime.weight_gradients)
@@ -176,7 +179,7 @@ class ChunkGraphs:
             module = self._buffers[chunk].module
             # Graphs read copies of the chunk's weights, which exist only when all weights have arrived.
             return not (module.linears.copies_weights and i == boundaries.first_forward)  # type: ignore[union-attr]
-        return not (self._is_data_parallel and (i == boundaries.first_forward or i in boundaries.reduced_backwards))
+        return not self._is_data_parallel or reads_complete_state(boundaries, i)
 
     def find_or_capture(
         self, chunk: int, i: int, flight_index: int, inputs: tuple[Tensor, ...]
@@ -194,8 +197,6 @@ class ChunkGraphs:
 
     def _capture_plan(self) -> None:
         """Make all captures of a step before its first forward, until one of them fails."""
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # captures cannot use the cached memory of eager micro-batches
         try:
             for planned in self._plan.captures:
                 chunk = planned.chunk

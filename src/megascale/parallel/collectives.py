@@ -4,8 +4,8 @@ Activations are [sequence, batch, hidden]. Gathering or scattering the sequence 
 dimension 0 of a contiguous tensor, and needs no copy before or after.
 
 Functions that return a `Pending` are asynchronous. An exchange (exchange.py) copies data between the GPUs of one host.
-`exchange_...`, `gather_and_consume`, `gather_from_peers` and `scatter_now` use the axis's exchange, which must exist.
-Functions without such a name use the process group, or say in their docstring how they choose.
+`exchange_...`, `gather_and_consume`, `gather_from_peers` and `scatter_and_wait` use the axis's exchange, which must
+exist. Functions without such a name use the process group, or say in their docstring how they choose.
 """
 
 from __future__ import annotations
@@ -141,14 +141,14 @@ def gather_from_peers(out: torch.Tensor, shards: Sequence[torch.Tensor], axis: A
 
 
 def gather_and_consume(
-    x: torch.Tensor, axis: Axis, consume: Callable[[torch.Tensor, int], None], keep_own: bool
+    x: torch.Tensor, axis: Axis, consume: Callable[[torch.Tensor, int], None], keep_local: bool
 ) -> torch.Tensor:
     """All-gather x by the axis's exchange, see `Exchange.gather_and_consume`."""
     assert axis.exchange is not None
     if axis.runtime.sent_observer is not None:
         axis.runtime.sent_observer(axis, "gather", x)
     transfer = axis.transfer("fused_gather", axis.size * x.nbytes)
-    gathered = axis.exchange.gather_and_consume(x.contiguous(), consume, keep_own)
+    gathered = axis.exchange.gather_and_consume(x.contiguous(), consume, keep_local)
     transfer.done()
     return gathered
 
@@ -162,13 +162,13 @@ def exchange_scatter(write: WriteParts, shape: tuple[int, ...], like: torch.Tens
     return Pending(like, transfer=transfer, finish=axis.exchange.scatter(write, shape, like))
 
 
-def scatter_now(write: WriteParts, shape: tuple[int, ...], like: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Reduce-scatter by the axis's exchange and wait, see `Exchange.scatter_now`."""
+def scatter_and_wait(write: WriteParts, shape: tuple[int, ...], like: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Reduce-scatter by the axis's exchange and wait, see `Exchange.scatter_and_wait`."""
     assert axis.exchange is not None
     if axis.runtime.sent_observer is not None:
         write = _observe_parts(write, axis)
     transfer = axis.transfer("fused_scatter", axis.size * math.prod(shape) * like.element_size())
-    out = axis.exchange.scatter_now(write, shape, like)
+    out = axis.exchange.scatter_and_wait(write, shape, like)
     transfer.done()
     return out
 
@@ -354,7 +354,7 @@ def _reduce_scatter_rows(x: torch.Tensor, axis: Axis) -> torch.Tensor:
         return reduce_scatter(x, axis).wait()
     shape = (x.shape[0] // axis.size, *x.shape[1:])
     parts = x.view(axis.size, *shape)
-    return scatter_now(lambda out, rank: out.copy_(parts if rank is None else parts[rank]), shape, x, axis)
+    return scatter_and_wait(lambda out, rank: out.copy_(parts if rank is None else parts[rank]), shape, x, axis)
 
 
 def gather_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:

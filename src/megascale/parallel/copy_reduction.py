@@ -5,8 +5,9 @@ The slots of gradient_slots.py lie in peer memory, which the other ranks of the 
 kernel on a side stream adds each piece and the rank's own gradients to the shard while the next piece is copied. Unlike
 NCCL's reductions, copies take no SMs from the GEMMs of the backward.
 
-With parallel.reduce_dtype=bfloat16 a rounded copy of the gradients lies in peer memory instead of the slots. As in
-`reduce_scatter_rounded`, the rank's own gradients are not rounded, and sums have the type of the gradients.
+With parallel.reduce_dtype=bfloat16 peer memory has slots of 16 bits, into which GEMMs write their rounded gradients
+directly. All other gradients are written to slots in float32 and are rounded when the reduction begins. Unlike
+`reduce_scatter_rounded`, the rank's own gradients are rounded too. Sums have the type of the shard's gradients.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class CopyReduction:
         count: number of elements of the slots.
 
     Attributes:
+        memory: memory of the slots.
+        rounded: memory of the slots in the type in which gradients are sent; None if that is the type of `memory`.
         staging: memory for pieces of the other ranks' gradients.
     """
 
@@ -47,12 +50,12 @@ class CopyReduction:
         self._exchange = exchange
         self._peer_memory = PeerMemory(exchange)
         sent = self._peer_memory.take(count, sent_dtype).zero_()
-        self._rounded: Tensor | None = None
+        self.rounded: Tensor | None = None
         if sent_dtype == dtype:
             self.memory = sent
         else:
             self.memory = torch.zeros(count, dtype=dtype, device=sent.device)
-            self._rounded = sent
+            self.rounded = sent
         self.staging = torch.empty(size_staging(count, exchange.size), dtype=sent_dtype, device=sent.device)
         # Every rank's gradients of a shard that this rank reduces, by address and length of this rank's.
         self._parts: dict[tuple[int, int], list[Tensor]] = {}
@@ -62,18 +65,18 @@ class CopyReduction:
 
         When the result has been awaited, no peer reads `grads` any more, and they may be overwritten.
         """
-        shard = grads.view(axis.size, -1)[axis.rank]
         sent = grads
         prepare = None
-        if self._rounded is not None:
+        if self.rounded is not None:
             start = grads.storage_offset() - self.memory.storage_offset()
-            sent = self._rounded[start : start + len(grads)]
-            prepare = partial(sent.copy_, grads)
-        sent_shard = sent.view(axis.size, -1)[axis.rank]
-        key = sent_shard.data_ptr(), len(shard)
+            sent = self.rounded[start : start + len(grads)]
+            if target.unrounded:
+                prepare = partial(_round, sent, grads, target.unrounded)
+        shard = sent.view(axis.size, -1)[axis.rank]
+        key = shard.data_ptr(), len(shard)
         parts = self._parts.get(key)
         if parts is None:
-            parts = self._parts[key] = self._peer_memory.list_peers(sent_shard)
+            parts = self._parts[key] = self._peer_memory.list_peers(shard)
         transfer = axis.transfer("fused_scatter", sent.nbytes)
 
         def add(start: int, stop: int, received: Tensor) -> None:
@@ -82,3 +85,9 @@ class CopyReduction:
 
         wait = self._exchange.reduce_from_peers(parts, self.staging, add, prepare)
         return Pending(target.grads, transfer=transfer, finish=wait)
+
+
+def _round(sent: Tensor, grads: Tensor, ranges: Sequence[tuple[int, int]]) -> None:
+    """Write ranges of the gradients to the memory that peers read."""
+    for start, stop in ranges:
+        sent[start:stop].copy_(grads[start:stop])

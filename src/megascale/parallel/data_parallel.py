@@ -173,9 +173,14 @@ class DataParallel:
         self.gradient_slots: GradientSlots | None = None
         if buffers[0].zero >= 2:
             start_reduction = copy_reduction or partial(reduce_into_shard, self._start_reduction)
-            memory = None if copy_reduction is None else copy_reduction.memory
             self.gradient_slots = GradientSlots(
-                buffers, self._states, start_reduction, runtime=self._runtime, memory=memory, overlaps_parts=overlap
+                buffers,
+                self._states,
+                start_reduction,
+                runtime=self._runtime,
+                memory=None if copy_reduction is None else copy_reduction.memory,
+                rounded=None if copy_reduction is None else copy_reduction.rounded,
+                overlaps_parts=overlap,
             )
 
     def drop_communication(self) -> None:

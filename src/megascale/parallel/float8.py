@@ -44,7 +44,7 @@ from megascale.ops.float8.cast import (
     transpose_rows,
     transpose_scaled_rows,
 )
-from megascale.ops.float8.formats import ALIGNED, E4M3, E5M2, SMALLEST_SCALE, Float8, Format
+from megascale.ops.float8.formats import ALIGNED, E4M3, E5M2, SMALLEST_SCALE, Float8, Format, view_as_format
 from megascale.ops.float8.stacks import cast_stack
 from megascale.ops.linear import Gemms, Operand
 from megascale.parallel.collectives import SINGLE_RANK, Axis, all_reduce_amax, all_reduce_small
@@ -61,6 +61,7 @@ class _Float8Linears(LinearPrecision, ABC):
     recipe = ""  # phrase for the start-up lines
     gradient_format = E4M3
     copies_weights = True
+    can_round_wgrad = False
 
     def __init__(self, axis: Axis = SINGLE_RANK) -> None:
         super().__init__(axis)
@@ -321,7 +322,8 @@ class TensorWiseFloat8(_Float8Linears):
         """Cast x to an operand. amax: largest magnitude on this rank, float32 []; None if unknown."""
         if amax is None:  # the operator that made x may have attached it
             amax = get_attached_amax(x)
-        x = x.detach()
+        if x.requires_grad and torch.is_grad_enabled():
+            x = x.detach()
         if amax is None:
             amax = compute_amax(x)
         amax = all_reduce_amax(amax, self.axis)
@@ -351,12 +353,13 @@ class TensorWiseFloat8(_Float8Linears):
 
     def get_rows(self, x: Operand, kind: Format) -> tuple[Tensor, Tensor]:
         assert x.scale is not None
-        return x.data.flatten(0, -2).view(kind.dtype), x.scale
+        return view_as_format(x.data.flatten(0, -2), kind), x.scale
 
     def accumulate_wgrad(self, main_grad: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
         assert dy.scale is not None
         assert x.scale is not None
-        dy_columns, x_columns = dy.data.view(E5M2.dtype), x.data.view(E4M3.dtype)
+        dy_columns = view_as_format(dy.data, E5M2)
+        x_columns = view_as_format(x.data, E4M3)
         gemm.matmul_into(main_grad, dy_columns, dy.scale, x_columns, x.scale, overwrite=overwrite)
 
 
@@ -429,7 +432,7 @@ class RowWiseFloat8(_Float8Linears):
         scales = x.scale.view(-1, 1)
         if scales.data_ptr() % ALIGNED:
             scales = scales.clone()  # scales of some of the rows may start at an address that cuBLASLt rejects
-        return x.data.flatten(0, -2).view(kind.dtype), scales
+        return view_as_format(x.data.flatten(0, -2), kind), scales
 
 
 class RowWiseFloat8Wgrad(RowWiseFloat8):

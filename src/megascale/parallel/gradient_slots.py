@@ -56,10 +56,14 @@ class _WritePlan(NamedTuple):
     Attributes:
         zeroed: ranges of the bucket that are set to zero first, because operators add to them.
         overwritten: sinks of parameters whose only gradient is that of a GEMM, which overwrites the memory.
+        views: the memory that each sink writes.
+        unrounded: ranges of elements that are not written to the rounded slots directly.
     """
 
     zeroed: list[torch.Tensor]
     overwritten: list[SlotSink]
+    views: list[tuple[SlotSink, torch.Tensor]]
+    unrounded: list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -69,10 +73,12 @@ class ShardTarget:
     Attributes:
         grads: gradients of the rank's shard of the bucket.
         accumulates: whether the result is added; otherwise it replaces the gradients.
+        unrounded: ranges of elements of the bucket that the rounded slots do not hold yet.
     """
 
     grads: torch.Tensor
     accumulates: bool
+    unrounded: Sequence[tuple[int, int]] = ()
 
 
 # Starts to reduce a bucket's gradients. The shard has the sum when the result has been awaited.
@@ -95,13 +101,31 @@ def reduce_into_shard(
     return Pending(target.grads, finish=add)
 
 
+class _GradientView(NamedTuple):
+    """Where a parameter's gradient can be written.
+
+    Attributes:
+        member: index of the parameter in the chunk.
+        first: its first element in the bucket.
+        view: the gradient in the slot.
+        rounded: the gradient in the rounded slot; None without rounded slots.
+    """
+
+    member: int
+    sink: SlotSink
+    first: int
+    view: torch.Tensor
+    rounded: torch.Tensor | None
+
+
 class GradientBucket:
     """One bucket of a unit, with its memory in the slots and its reduction.
 
     Attributes:
         unit: index of the unit in the chunk's forward.
         start, stop: range of elements in the slots' memory.
-        grads: the bucket's gradients, a view of the slots' memory.
+        grads: the bucket's gradients, a view of the slots' memory. With rounded slots GEMMs may write their gradients
+            to those instead; `widen` copies them here.
         is_open: whether the bucket has gradients of the present backward that are not reduced yet.
         is_reduced: whether this step has reduced the bucket before, so that the next result is added.
     """
@@ -122,6 +146,9 @@ class GradientBucket:
         self._pending: Pending | None = None
         self._write_plans: dict[ActionKind, _WritePlan] = {}
         self._overwritten: list[SlotSink] = []  # as in the plan of the present backward
+        self._views: list[_GradientView] = []
+        self._first_plan = _WritePlan([self.grads], overwritten=[], views=[], unrounded=[(0, self.stop - start)])
+        self._plan = self._first_plan  # of the present or last backward
         if self._span.rows is not None:
             self._add_part(buffer, self._span.rows)
             return
@@ -129,9 +156,15 @@ class GradientBucket:
             sink = buffer.sinks[i]
             assert isinstance(sink, SlotSink)
             first = buffer.layout.starts[i] - self._span.start
-            param = buffer.parameters[i]
-            sink.view = self.grads[first : first + param.numel()].view(param.shape)
+            shape = buffer.parameters[i].shape
+            view = self.grads[first : first + shape.numel()].view(shape)
+            rounded = None
+            if slots.rounded is not None:
+                rounded = slots.rounded[start + first : start + first + shape.numel()].view(shape)
+            self._views.append(_GradientView(i, sink, first, view, rounded))
+            sink.view = view
             sink.before_write = self.open_for_write
+            self._first_plan.views.append((sink, view))
 
     def _add_part(self, buffer: ParamAndGradBuffer, rows: tuple[int, int]) -> None:
         """Let the sink of a divided table write `rows` of its gradient to this bucket."""
@@ -177,9 +210,9 @@ class GradientBucket:
     def open(self) -> None:
         """Take the bucket's memory from its previous users, and zero the gradients that no GEMM will overwrite."""
         self._take_memory()
-        zeroed, self._overwritten = self._plan_writes(self.slots.states[self.chunk])
-        if zeroed:
-            torch_private.foreach_zero_(zeroed)
+        self._follow_plan()
+        if self._plan.zeroed:
+            torch_private.foreach_zero_(self._plan.zeroed)
         self._set_sinks(True)
         self.slots.runtime.stream.wait_for_main()  # GEMMs on the side stream write gradients too
 
@@ -195,7 +228,7 @@ class GradientBucket:
 
     def plan_captured_writes(self) -> None:
         """Let the captured GEMMs of a backward overwrite the gradients that no other operator adds to."""
-        _, self._overwritten = self._plan_writes(self.slots.states[self.chunk])
+        self._follow_plan()
         self._set_sinks(True)
 
     def mark_written(self) -> None:
@@ -207,6 +240,16 @@ class GradientBucket:
         for sink in self._overwritten:
             sink.should_overwrite = should_overwrite
 
+    def _follow_plan(self) -> None:
+        """Let the sinks write as in the plan for a backward of the present kind."""
+        write_plan = self._plan_writes(self.slots.states[self.chunk])
+        self._overwritten = write_plan.overwritten
+        if write_plan is self._plan:
+            return
+        self._plan = write_plan
+        for sink, view in write_plan.views:
+            sink.view = view
+
     def _plan_writes(self, state: BackwardState) -> _WritePlan:
         """Return the plan for a backward of the present kind. The first backward of a kind zeroes all gradients."""
         write_plan = self._write_plans.get(state.backward_kind)
@@ -214,21 +257,34 @@ class GradientBucket:
             return write_plan
         write_counts = state.recorded_counts.get(state.backward_kind)
         if write_counts is None:
-            return _WritePlan([self.grads], [])
+            return self._first_plan
         overwritten = []
         overwritten_ranges = []
-        for i in self._span.members:
-            sink = self._buffer.sinks[i]
-            assert isinstance(sink, SlotSink)
-            if write_counts[i] == 1 and sink.is_gemm_gradient:
+        rounded_ranges = []
+        views = []
+        for member, sink, first, view, rounded in self._views:
+            is_overwritten = write_counts[member] == 1 and sink.is_gemm_gradient
+            elements = first, first + view.numel()
+            if is_overwritten:
                 overwritten.append(sink)
-                first = self._buffer.layout.starts[i] - self._span.start
-                overwritten_ranges.append((first, first + sink.view.numel()))
-        gaps = find_gaps(0, self.stop - self.start, overwritten_ranges)
-        zeroed = [self.grads[first:last] for first, last in gaps]
-        write_plan = _WritePlan(zeroed, overwritten)
+                overwritten_ranges.append(elements)
+            if is_overwritten and sink.can_be_rounded and rounded is not None:
+                rounded_ranges.append(elements)
+                views.append((sink, rounded))
+            else:
+                views.append((sink, view))
+        size = self.stop - self.start
+        zeroed = [self.grads[first:last] for first, last in find_gaps(0, size, overwritten_ranges)]
+        write_plan = _WritePlan(zeroed, overwritten, views, unrounded=find_gaps(0, size, rounded_ranges))
         self._write_plans[state.backward_kind] = write_plan
         return write_plan
+
+    def widen(self) -> torch.Tensor:
+        """Return `grads` with all gradients, also those that GEMMs have written to the rounded slots."""
+        for item in self._views:
+            if item.sink.view is item.rounded:
+                item.view.copy_(item.rounded)
+        return self.grads
 
     def reduce(self) -> None:
         """Start the reduction of an open bucket."""
@@ -240,7 +296,7 @@ class GradientBucket:
                 sink.view.zero_()
                 sink.should_overwrite = False
         self.is_open = False
-        target = ShardTarget(self._shard_grads, self.is_reduced)
+        target = ShardTarget(self._shard_grads, self.is_reduced, self._plan.unrounded)
         self._pending = self.slots.start_reduction(self.grads, self._buffer.axes.reduce, target)
 
     def drain(self) -> None:
@@ -270,7 +326,8 @@ class GradientSlots:
 
     Args:
         start_reduction: starts to reduce a bucket's gradients over data-parallel ranks.
-        memory: memory that peers read, for all slots; None: the slots get memory that only this rank reads.
+        memory: memory for all slots, which peers may read; None: the slots get memory that only this rank reads.
+        rounded: memory that peers read instead, of a narrower type and the size of `memory`; None: they read `memory`.
         overlaps_parts: whether later work overlaps with the reductions of a divided table's parts.
 
     Attributes:
@@ -287,9 +344,11 @@ class GradientSlots:
         start_reduction: StartSlotReduction,
         runtime: Runtime,
         memory: torch.Tensor | None = None,
+        rounded: torch.Tensor | None = None,
         overlaps_parts: bool = True,
     ) -> None:
         self.overlaps_parts = overlaps_parts
+        self.rounded = rounded
         self.runtime = runtime
         self.states = states
         self.start_reduction = start_reduction

@@ -143,6 +143,7 @@ class LinearPrecision(Gemms):
         overwrite = sink.should_overwrite
         sink.should_overwrite = False  # the next GEMM adds to the gradient
         sink.is_gemm_gradient = True
+        sink.can_be_rounded = self.can_round_wgrad
         work: Callable[[], None]
         if isinstance(x, tuple):
             work = partial(self.accumulate_wgrad, main_grad, dy, x, overwrite)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from megascale.config.axes import AXES
-from megascale.core.inventory import LogicalTensor
+from megascale.core.inventory_records import LogicalTensor
 from megascale.core.tensors import Box, Piece
 from megascale.errors import ConfigError
 from megascale.ops.gradient_sink import SinkParameter

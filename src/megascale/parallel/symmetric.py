@@ -12,7 +12,7 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,9 @@ from megascale.ops.dispatch import HAS_TRITON
 from megascale.ops.peer_max import RELEASED, WORD_BYTES, PeerMax
 from megascale.ops.peer_sum import PeerSum
 from megascale.parallel.collectives import Axis
-from megascale.parallel.exchange import Exchange, list_copy_queues
+from megascale.parallel.exchange import Exchange
+from megascale.parallel.exchange_buffers import count_buffer_bytes, count_lent_bytes
+from megascale.parallel.exchange_streams import list_copy_queues
 from megascale.parallel.peer_watch import Member, PeerWatch, describe_process, make_page
 
 FLAG_BYTES = 128  # from the start of one flag to the start of the next one
@@ -116,6 +118,49 @@ def _gather_text(text: str, axis: Axis, device: torch.device) -> list[str]:
     return [bytes(row.cpu().tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
+class _MemoryLayout(NamedTuple):
+    """Layout of a rank's symmetric memory, in bytes from its start.
+
+    The buffers of gathers and scatters come first. Then come three flags per rank: one for eager calls and two for
+    captured calls. After the flags come the memory of PeerMax and PeerSum, the peer memory, and the slots of pushed
+    results.
+    """
+
+    flags_start: int
+    peer_max_start: int
+    peer_sum_stop: int
+    peer_memory_start: int
+    peer_memory_stop: int
+    lent_start: int
+    nbytes: int
+
+
+def _lay_out(size: int, shard_bytes: int, peer_memory_bytes: int, lends: bool) -> _MemoryLayout:
+    """Return the layout of the memory of one of `size` ranks; the arguments are those of `make_exchange`."""
+    flags_start = count_buffer_bytes(size, shard_bytes)
+    peer_max_start = flags_start + 3 * size * FLAG_BYTES
+    peer_sum_stop = peer_max_start + PeerMax.count_memory_bytes(size) + PeerSum.count_memory_bytes(size)
+    peer_memory_start = _round_up(peer_sum_stop)
+    peer_memory_stop = peer_memory_start + peer_memory_bytes
+    lent_start = _round_up(peer_memory_stop)
+    nbytes = lent_start
+    if lends:
+        nbytes += count_lent_bytes(size, shard_bytes)
+    return _MemoryLayout(
+        flags_start=flags_start,
+        peer_max_start=peer_max_start,
+        peer_sum_stop=peer_sum_stop,
+        peer_memory_start=peer_memory_start,
+        peer_memory_stop=peer_memory_stop,
+        lent_start=lent_start,
+        nbytes=nbytes,
+    )
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
 def _allocate(
     axis: Axis,
     shard_bytes: int,
@@ -126,32 +171,21 @@ def _allocate(
     exchange_type: type[Exchange],
 ) -> tuple[Exchange, CudaStreams]:
     """Allocate symmetric memory, and return the exchange and its streams. Collective over the axis."""
-    shard_bytes = -(-shard_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-    flags_start = Exchange.count_buffer_bytes(axis.size, shard_bytes)
-    # After the buffers of gathers and scatters come three flags per rank: one for eager calls and two for captured
-    # calls. After the flags comes the memory of PeerMax and PeerSum, then the peer
-    # memory and the slots of pushed results.
-    peer_max_start = flags_start + 3 * axis.size * FLAG_BYTES
-    peer_sum_start = peer_max_start + PeerMax.count_memory_bytes(axis.size)
-    peer_sum_stop = peer_sum_start + PeerSum.count_memory_bytes(axis.size)
-    peer_memory_start = -(-peer_sum_stop // _ALIGN_BYTES) * _ALIGN_BYTES
-    peer_memory_stop = peer_memory_start + peer_memory_bytes
-    lent_start = -(-peer_memory_stop // _ALIGN_BYTES) * _ALIGN_BYTES
-    nbytes = lent_start
-    if lends:
-        nbytes += Exchange.count_lent_bytes(axis.size, shard_bytes)
-    buffer = torch_private.symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    shard_bytes = _round_up(shard_bytes)
+    layout = _lay_out(axis.size, shard_bytes, peer_memory_bytes, lends)
+    buffer = torch_private.symmetric_memory.empty(layout.nbytes, dtype=torch.uint8, device=device)
     buffer.zero_()
     torch.cuda.synchronize(device)
     handle = torch_private.symmetric_memory.rendezvous(buffer, axis.group.group_name)
     dist.barrier(axis.group)  # the flags of all ranks are zero before a rank writes one
     memory = [handle.get_buffer(rank, buffer.shape, torch.uint8) for rank in range(axis.size)]
-    words = [rank_memory[peer_max_start:peer_sum_stop].view(torch.int64) for rank_memory in memory]
-    flag_addresses = [rank_memory.data_ptr() + flags_start for rank_memory in memory]
+    words = [rank_memory[layout.peer_max_start : layout.peer_sum_stop].view(torch.int64) for rank_memory in memory]
+    flag_addresses = [rank_memory.data_ptr() + layout.flags_start for rank_memory in memory]
     streams = CudaStreams(axis.rank, flag_addresses, device, words=words[axis.rank])
+    peer_memory = [rank_memory[layout.peer_memory_start : layout.peer_memory_stop] for rank_memory in memory]
     lent_memory: list[torch.Tensor] = []
     if lends:
-        lent_memory = [rank_memory[lent_start:] for rank_memory in memory]
+        lent_memory = [rank_memory[layout.lent_start :] for rank_memory in memory]
     exchange = exchange_type(
         axis.rank,
         axis.size,
@@ -162,7 +196,7 @@ def _allocate(
         on_side_stream=on_side_stream,
         runtime=axis.runtime,
         kind=axis.kind,
-        peer_memory=[rank_memory[peer_memory_start:peer_memory_stop] for rank_memory in memory],
+        peer_memory=peer_memory,
         lent_memory=lent_memory,
     )
     if HAS_TRITON:
@@ -173,7 +207,7 @@ def _allocate(
 
 
 class CudaStreams:
-    """The queues of an exchange (`Streams` in exchange.py) as CUDA streams. Main is the caller's current stream.
+    """CUDA streams as the queues of an exchange, see `Streams` in exchange_streams.py. Main is the current stream.
 
     Operations call the CUDA driver directly, which costs the host less time than torch's streams and events.
 

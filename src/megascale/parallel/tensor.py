@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from megascale import torch_private
-from megascale.core.inventory import LogicalTensor
+from megascale.core.inventory_records import LogicalTensor
 from megascale.ops.activation import RecomputedActivation
 from megascale.ops.gradient_sink import get_tracked
 from megascale.ops.linear import Operand
@@ -36,7 +36,7 @@ from megascale.parallel.collectives import (
     exchange_scatter,
     gather_and_consume,
     reduce_scatter,
-    scatter_now,
+    scatter_and_wait,
 )
 from megascale.parallel.exchange import WriteParts
 from megascale.parallel.linear import DEFAULT_PRECISION
@@ -61,15 +61,15 @@ def start_operand_gather(
     return lambda: Operand(gathering.wait(), gathering_scales.wait())
 
 
-def _exchange_and_consume(x: Operand, axis: Axis, consume: Callable[[Operand, int], None], keep_own: bool) -> Operand:
+def _exchange_and_consume(x: Operand, axis: Axis, consume: Callable[[Operand, int], None], keep_local: bool) -> Operand:
     """Gather an operand by the axis's exchange, and call consume(rows, rank) for each rank's rows when they arrive.
 
     Returns:
-        The gathered operand. Without `keep_own` this rank's rows of it are not written.
+        The gathered operand. Without `keep_local` this rank's rows of it are not written.
     """
     scale = x.scale
     if scale is None or not scale.dim():
-        data = gather_and_consume(x.data, axis, lambda rows, rank: consume(Operand(rows, scale), rank), keep_own)
+        data = gather_and_consume(x.data, axis, lambda rows, rank: consume(Operand(rows, scale), rank), keep_local)
         return Operand(data, scale)
     n = x.data.shape[0]
     # Copies run in order, so the scales of a peer's rows arrive before the rows.
@@ -81,7 +81,7 @@ def _exchange_and_consume(x: Operand, axis: Axis, consume: Callable[[Operand, in
         else:
             consume(Operand(rows, gathering_scales.wait()[rank * n : (rank + 1) * n]), rank)
 
-    data = gather_and_consume(x.data, axis, consume_rows, keep_own)
+    data = gather_and_consume(x.data, axis, consume_rows, keep_local)
     return Operand(data, gathering_scales.wait())  # later calls of `wait` return the same tensor
 
 
@@ -103,7 +103,7 @@ def _gathered_gemm(
         linears.forward(rows, weight, bias, y[rank * n : (rank + 1) * n])
 
     if axis.exchange is not None and can_exchange(axis, x.data.nbytes):
-        _exchange_and_consume(x, axis, multiply, keep_own=False)
+        _exchange_and_consume(x, axis, multiply, keep_local=False)
         return y
     wait = start_operand_gather(x, axis, all_gather)
     local = slice(axis.rank * n, (axis.rank + 1) * n)
@@ -128,17 +128,28 @@ def _reduce_scattered_gemm(
     if axis.exchange is not None and can_exchange(axis, math.prod(shard_shape) * like.element_size()):
         if has_next_gemm:
             return exchange_scatter(write, shard_shape, like, axis)
-        return Pending(scatter_now(write, shard_shape, like, axis))
+        return Pending(scatter_and_wait(write, shard_shape, like, axis))
     y = like.new_empty(shape)
     write(y, None)
     pending = reduce_scatter(y, axis)
-    return Pending(pending.wait()) if axis.overlap == "off" else pending
+    if axis.overlap == "off":
+        return Pending(pending.wait())
+    return pending
 
 
-def _select_rank_rows(x: Operand, axis: Axis, rank: int) -> Operand:
-    """Return the rows of an operand that belong to `rank`."""
+def _select_rank_rows(x: Operand, axis: Axis, rank: int | None) -> Operand:
+    """Return the rows of an operand that belong to `rank`, or all rows with None."""
+    if rank is None:
+        return x
     n = x.data.shape[0] // axis.size
     return x.select_rows(rank * n, (rank + 1) * n)
+
+
+def _choose_saved(operand: Operand) -> Operand:
+    """Return the operand in the form that the GEMM of the weight's gradient reads."""
+    if operand.wgrad is None:
+        return operand
+    return operand.wgrad
 
 
 # The autograd functions below take parameters in the tuple `args`, which autograd ignores. The arguments `tracked_...`
@@ -160,8 +171,7 @@ class _GatherLinear(torch.autograd.Function):
         ctx.args = weight, bias, linears, recompute_fn, needs_bias_grad
         if recompute_fn is None:
             operand = linears.prepare_input(x, weight, amax, for_gather=True)
-            # `wgrad` is the operand in another form, if the GEMM of the weight's gradient needs one.
-            saved = operand if operand.wgrad is None else operand.wgrad
+            saved = _choose_saved(operand)
             ctx.save_for_backward(saved.data, saved.scale)
         else:
             operand = linears.prepare_input(recompute_fn(x), weight, amax, for_gather=True)
@@ -216,8 +226,7 @@ def _scattered_gradients(
     ready = axis.runtime.stream.record_event()  # from here on the weight's gradient may be computed
 
     def write_dgrad(out: torch.Tensor, rank: int | None) -> None:
-        rows = gradient if rank is None else _select_rank_rows(gradient, axis, rank)
-        linears.dgrad(rows, weight, out)
+        linears.dgrad(_select_rank_rows(gradient, axis, rank), weight, out)
 
     # The scatter is in flight while the weight's gradient is computed.
     scattering = _reduce_scattered_gemm(write_dgrad, (*dy.shape[:-1], weight.shape[1]), dy, axis, has_next_gemm=True)
@@ -231,8 +240,7 @@ def _scattered_input_gradient(dy: torch.Tensor, weight: torch.Tensor, linears: L
     gradient = linears.prepare_gradient(dy, weight)
 
     def write_dgrad(out: torch.Tensor, rank: int | None) -> None:
-        rows = gradient if rank is None else _select_rank_rows(gradient, axis, rank)
-        linears.dgrad(rows, weight, out)
+        linears.dgrad(_select_rank_rows(gradient, axis, rank), weight, out)
 
     shape = (*dy.shape[:-1], weight.shape[1])
     return _reduce_scattered_gemm(write_dgrad, shape, dy, axis, has_next_gemm=False).wait()
@@ -251,7 +259,7 @@ class _LinearScatter(torch.autograd.Function):
         for x, weight, recompute_fn, amax in zip(xs, weights, recompute_fns, amaxes, strict=True):
             if recompute_fn is None:
                 operand = linears.prepare_input(x, weight, amax)
-                saved_operand = operand if operand.wgrad is None else operand.wgrad
+                saved_operand = _choose_saved(operand)
                 saved += (saved_operand.data, saved_operand.scale)
             else:
                 operand = linears.prepare_input(recompute_fn(x), weight, amax)
@@ -269,7 +277,7 @@ class _LinearScatter(torch.autograd.Function):
 
         def write_sum(out: torch.Tensor, rank: int | None) -> None:
             for i, (operand, weight) in enumerate(zip(operands, weights, strict=True)):
-                rows = operand if rank is None else _select_rank_rows(operand, linears.axis, rank)
+                rows = _select_rank_rows(operand, linears.axis, rank)
                 # Every GEMM but the first adds to `out`.
                 linears.forward(rows, weight, out=out, add=i > 0)
 
@@ -313,7 +321,7 @@ def _gathered_input_gradients(
         for weight, dx in zip(weights, dxs, strict=True):
             linears.dgrad(gradient, weight, dx[rank * n : (rank + 1) * n])
 
-    return linears.finish_gather(_exchange_and_consume(shard, axis, multiply, keep_own=True)), dxs
+    return linears.finish_gather(_exchange_and_consume(shard, axis, multiply, keep_local=True)), dxs
 
 
 def gather_linear(
@@ -336,7 +344,8 @@ def gather_linear(
     """
     needs_bias_grad = bias is not None and not fused_bias_gradient and bias.requires_grad
     args = weight, bias, linears, recompute_fn, amax, needs_bias_grad
-    return _GatherLinear.apply(x, get_tracked(x, weight), get_tracked(x, bias) if needs_bias_grad else None, args)
+    tracked_bias = get_tracked(x, bias) if needs_bias_grad else None
+    return _GatherLinear.apply(x, get_tracked(x, weight), tracked_bias, args)
 
 
 def linear_scatter(
@@ -390,7 +399,9 @@ class ColumnLinear(DirectModule):
         y = gather_linear(x_SBH, weight, params.get("bias"), self.linears, recompute_fn, None, fused_bias_gradient)
         if self.adapter is None:
             return y
-        return self.adapter.add(y, x_SBH if recompute_fn is None else recompute_fn(x_SBH))
+        if recompute_fn is not None:
+            x_SBH = recompute_fn(x_SBH)
+        return self.adapter.add(y, x_SBH)
 
 
 class RowLinear(DirectModule):

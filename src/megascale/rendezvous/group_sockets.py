@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Mapping, Set
 
 _DESCRIPTORS = "/proc/self/fd"
 
@@ -42,6 +43,38 @@ def select_internet_sockets(sockets: dict[int, str]) -> dict[int, str]:
             continue
         with connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6):
+                selected[fd] = identity
+    return selected
+
+
+def list_listening_ports() -> set[int]:
+    """Return the TCP ports on which this process listens."""
+    ports = set()
+    for fd, identity in select_internet_sockets(list_sockets()).items():
+        listener = _duplicate(fd, identity)
+        if listener is None:
+            continue
+        with listener:
+            if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                ports.add(listener.getsockname()[1])
+    return ports
+
+
+def select_connections(sockets: Mapping[int, str], local_ports: Set[int], peer_ports: Set[int]) -> dict[int, str]:
+    """Return those of the given TCP sockets that are connected from or to the given ports.
+
+    Args:
+        local_ports: ports of this process that have accepted connections.
+        peer_ports: ports to which this process has connected.
+    """
+    selected = {}
+    for fd, identity in sockets.items():
+        connection = _duplicate(fd, identity)
+        if connection is None:
+            continue
+        with connection, contextlib.suppress(OSError):  # it is not connected
+            has_accepted = connection.getsockname()[1] in local_ports
+            if connection.getpeername()[1] in peer_ports or has_accepted:
                 selected[fd] = identity
     return selected
 

@@ -29,7 +29,7 @@ from megascale.rendezvous.concurrent_calls import call_concurrently
 from megascale.rendezvous.group_options import WarmCall
 from megascale.rendezvous.group_plan import DIRECTIONS, GroupSpec, plan_rank_groups
 from megascale.rendezvous.group_sockets import cut_connections
-from megascale.rendezvous.prepared_groups import EarlierGroups, GroupPreparation
+from megascale.rendezvous.prepared_groups import SIDE, EarlierGroups, GroupPreparation
 from megascale.rendezvous.stores import ExternalStore, StoreFault
 
 log = logging.getLogger(__name__)
@@ -66,6 +66,8 @@ class Groups:
             `embedding` joins the stages of the model's first and last chunk, for tied embeddings.
         p2p: pipeline P2P channels by use and by the stage at the other end. `send_forward` sends activations to that
             stage, and `recv_backward` receives their gradients. `recv_forward` and `send_backward` are the other ends.
+        side: a second group of all ranks on the CPU, for collectives of another thread; None without an exchange of
+            state.
         timings: seconds by phase of the start.
         store: store for small values that ranks exchange outside of tensors.
         root_store: store that holds the keys of `store` and of torch; `shutdown` uses it.
@@ -81,6 +83,7 @@ class Groups:
     world: dist.ProcessGroup | None = None
     by_kind: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     p2p: dict[tuple[str, int], P2PChannel] = field(default_factory=dict)
+    side: dist.ProcessGroup | None = None
     timings: dict[str, float] = field(default_factory=dict)
     store: dist.Store | None = None
     root_store: dist.Store | None = field(default=None, repr=False)
@@ -267,6 +270,21 @@ def _make_group(
     assert isinstance(group, dist.ProcessGroup)
     if is_cuda and preparation is not None and not is_connected_later:
         group.bound_device_id = device
+    return group
+
+
+def make_side_group(
+    world: int, timeout: timedelta, *, name_suffix: str, preparation: GroupPreparation | None
+) -> dist.ProcessGroup:
+    """Return a second group of all ranks, on the CPU. Collective. `preparation` may have its backend."""
+    chosen_backends: AbstractContextManager[None] = torch_private.share_gloo_loop()
+    if preparation is not None:
+        chosen_backends = reuse_prepared(preparation, SIDE)
+    with torch_private.name_process_group(SIDE + name_suffix), chosen_backends:
+        group = dist.new_group(
+            list(range(world)), timeout=timeout, backend="gloo", use_local_synchronization=True, group_desc="side"
+        )
+    assert isinstance(group, dist.ProcessGroup)
     return group
 
 

@@ -13,6 +13,7 @@ communicators. All ranks enter the boundary of the first calls after the same st
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
@@ -40,7 +41,14 @@ from megascale.rendezvous.group_options import (
     choose_group_options,
 )
 from megascale.rendezvous.group_plan import DIRECTIONS, GroupSpec, plan_rank_groups
-from megascale.rendezvous.group_sockets import cut_connections, list_new_sockets, list_sockets, select_internet_sockets
+from megascale.rendezvous.group_sockets import (
+    cut_connections,
+    list_listening_ports,
+    list_new_sockets,
+    list_sockets,
+    select_connections,
+    select_internet_sockets,
+)
 from megascale.rendezvous.stores import open_client, summarise_error
 
 if TYPE_CHECKING:
@@ -48,10 +56,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("megascale.train")  # whose lines are in the logs of ranks
 WORLD = "world"  # name of the default group in `GroupPreparation.backends`
+SIDE = "side/0"  # name of the second group of all ranks, on the CPU only
 _POLL_SECONDS = 0.2  # longest time until a thread that waits in the store notices that the preparation was abandoned
 _SPARE_BYTES = 1 << 29  # of a GPU, for allocations of a step, in addition to a second set of communicators
 _FAILED_KEY = "failed"  # names a rank that has abandoned the preparation, and its reason
 _ABORT_SECONDS = 30.0  # limit for the abort of communicators
+FIRST_CALLS_SECONDS = 10.0  # limit for the first calls of all groups
 
 
 class Abandoned(Exception):
@@ -137,9 +147,13 @@ class GroupPreparation:
         """Return whether the groups are complete, or the preparation has failed or was abandoned."""
         return self._ended.is_set()
 
-    def wait(self) -> None:
-        """Wait until the preparation has ended."""
-        self._ended.wait()
+    def wait(self, seconds: float = FIRST_CALLS_SECONDS) -> None:
+        """Wait until the preparation has ended, and drop it if its first calls take longer than `seconds`.
+
+        A peer that has dropped its groups may never make the calls that this process waits for.
+        """
+        self._boundary.wait()
+        self._await_end(seconds)
 
     def warm_up(self, seconds: float) -> bool:
         """Make the first calls of all groups at a step boundary, at most for `seconds`, and return whether they ended.
@@ -153,9 +167,13 @@ class GroupPreparation:
             except dist.DistError as error:
                 self.abandon(f"the store failed: {summarise_error(error)}")
         self._boundary.set()
+        self._await_end(seconds)
+        return self.is_warm
+
+    def _await_end(self, seconds: float) -> None:
+        """Wait for the end of the first calls, and drop the groups if they take longer than `seconds`."""
         if not self._ended.wait(seconds):
             self.abandon(f"the first calls took longer than {seconds:g} s")
-        return self.is_warm
 
     def abandon(self, reason: str) -> None:
         """End the preparation, or drop its complete groups. Any thread may call this function, also repeatedly.
@@ -248,15 +266,17 @@ class GroupPreparation:
         timeout = timedelta(seconds=settings.group_timeout)
         earlier_sockets = list_sockets()
         self._add_gloo(WORLD, range(target.world), timeout)
-        if target.device.type == "cuda":
-            self._note_sockets(earlier_sockets)  # NCCL's sockets, which are opened later, have its own abort
-            self._make_nccl_backends(timeout)
-        else:
+        self._add_gloo(SIDE, range(target.world), timeout)
+        if target.device.type != "cuda":
             for spec in self._specs:
                 self._add_gloo(spec.name, sorted(spec.ranks), timeout)
-            self._note_sockets(earlier_sockets)
+        new_sockets = select_internet_sockets(list_new_sockets(earlier_sockets))
+        self._store.set(f"ports/{target.rank}", json.dumps(sorted(list_listening_ports())))
+        if target.device.type == "cuda":
+            self._make_nccl_backends(timeout)  # NCCL's sockets, which are opened later, have its own abort
         self._stopwatch.end_phase("communicators")
         self._meet("connected")
+        self._note_sockets(new_sockets)
         self._stopwatch.end_phase("others' communicators")
 
     def _check_memory(self, grid: Grid) -> None:
@@ -307,9 +327,17 @@ class GroupPreparation:
         rank = members.index(self.target.rank)
         self.backends[name] = {"cpu": torch_private.make_gloo_backend(store, rank, len(members), timeout)}
 
-    def _note_sockets(self, earlier_sockets: Mapping[int, str]) -> None:
-        """Note gloo's connections, which were opened since `earlier_sockets` were listed."""
-        self.sockets = select_internet_sockets(list_new_sockets(dict(earlier_sockets)))
+    def _note_sockets(self, new_sockets: Mapping[int, str]) -> None:
+        """Note gloo's connections among the sockets that were opened while gloo's backends were made.
+
+        Each of them leads to a port on which a rank listens. Other threads may have opened other sockets meanwhile.
+        """
+        assert self._store is not None
+        _, store_port = self.address
+        ports_by_rank = [set(json.loads(self._store.get(f"ports/{rank}"))) for rank in range(self.target.world)]
+        local_ports = ports_by_rank[self.target.rank] - {store_port}
+        peer_ports = set().union(*ports_by_rank) - {store_port}
+        self.sockets = select_connections(new_sockets, local_ports, peer_ports)
         if self.failure:
             cut_connections(self.sockets)
 
@@ -323,7 +351,7 @@ class GroupPreparation:
             self._add_nccl(spec.name, sorted(spec.ranks), timeout, channels=channels)
         late_names = {spec.name for spec in self._specs if spec.kind in self._options.late_kinds}
         for name, backends in self.backends.items():
-            if name not in late_names:
+            if name not in late_names and "cuda" in backends:
                 self._check()
                 torch_private.connect_nccl_backend(backends["cuda"], target.device)
 
@@ -345,6 +373,7 @@ class GroupPreparation:
         """Wait until the ranks that train have reached the step boundary."""
         if self.is_joining:
             self._await_key("boundary")
+            self._boundary.set()
         else:
             while not self._boundary.wait(_POLL_SECONDS):
                 self._check_others()

@@ -38,6 +38,7 @@ from megascale.rendezvous.groups import (
     Groups,
     describe_lost_peer,
     make_groups,
+    make_side_group,
     reuse_prepared,
 )
 from megascale.rendezvous.prepared_groups import WORLD, GroupPreparation
@@ -83,8 +84,9 @@ def initialise(
         device: device of this rank's tensors. "cuda" without an index means the device with the index `local_rank`.
         check: called while this rank waits for the store's server. It raises an error if the start must end.
         name_suffix: as for `make_groups`, equal on every rank.
-        exchanges_state: whether the ranks will exchange their state through the default group, equal on every rank. A
-            job of few ranks with `rendezvous.concurrent_connections` then connects them while groups are made.
+        exchanges_state: whether the ranks will exchange their state through the default group, equal on every rank.
+            They then have a side group. A job of few ranks with `rendezvous.concurrent_connections` also connects them
+            while groups are made.
         preparation: groups that this rank has prepared during the attempt before. All ranks use theirs, or none.
 
     Raises:
@@ -122,6 +124,14 @@ def initialise(
         _make_default_group(
             store, rank, world, device=device, group_timeout=settings.group_timeout, preparation=preparation
         )
+        side_group = None
+        if exchanges_state and world > 1:
+            side_group = make_side_group(
+                world,
+                timedelta(seconds=settings.group_timeout),
+                name_suffix=name_suffix,
+                preparation=preparation,
+            )
         stopwatch.end_phase("world")
         if device.type == "cuda":
             # Sockets that are opened later are NCCL's, which has its own abort.
@@ -148,6 +158,7 @@ def initialise(
         if device.type != "cuda":  # `make_groups` has opened gloo sockets too.
             gloo_sockets = list_new_sockets(earlier_sockets)
         groups.sockets = gloo_sockets
+        groups.side = side_group
         groups.root_store = store
         if preparation is not None:
             groups.sockets = preparation.sockets | gloo_sockets

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from megascale.config import ModelConfig
-from megascale.core.inventory import resolve_layers, window_area_fraction
+from megascale.core.inventory import resolve_layers
 from megascale.core.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec
+from megascale.core.part_inventories import window_area_fraction
 from megascale.errors import FitError
 from megascale.simulate.software import ATTENTION_KERNELS, RECOMPUTE, Software
 

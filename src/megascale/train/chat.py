@@ -20,6 +20,7 @@ class ChatSession:
         ends: ids of tokens that end a reply, in addition to the text with which the template ends a turn.
         tokens: largest number of tokens of a reply.
         system: content of a first message with the role system; "": none.
+        step: step of the checkpoint.
 
     Attributes:
         messages: all messages so far.
@@ -37,7 +38,9 @@ class ChatSession:
         sampling: Sampling,
         tokens: int,
         system: str = "",
+        step: int | None = None,
     ) -> None:
+        self.step = step
         self.messages: list[Message] = []
         if system:
             self.messages.append({"role": "system", "content": system})

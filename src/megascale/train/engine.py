@@ -20,6 +20,7 @@ from megascale.config.parts import LINEAR_PRECISIONS, OPTIMIZERS
 from megascale.core.adapters import AdapterSpec, list_adapters, name_within_layer
 from megascale.core.batch import NO_FIELDS, Batch, SampleFields, check_fields
 from megascale.core.calls import NullCallLog
+from megascale.core.capture_plan import find_boundaries, reads_complete_state
 from megascale.core.expert_ranks import gathers_expert_tokens
 from megascale.core.grid import Coordinate
 from megascale.core.group_names import remove_attempt
@@ -28,7 +29,6 @@ from megascale.core.layer_spec import ExpertsSpec
 from megascale.core.layers import ChunkLayers
 from megascale.core.layout import Layout
 from megascale.core.memory import gathers_float8
-from megascale.core.rank_memory import GPU_CONTEXT
 from megascale.core.spans import Recorder, SpanKind
 from megascale.core.stopwatch import Stopwatch
 from megascale.core.tensors import Piece
@@ -37,18 +37,19 @@ from megascale.model.context import EVALUATION
 from megascale.model.transformer import Chunk
 from megascale.ops import launch
 from megascale.ops.amax import AmaxPool
-from megascale.ops.dispatch import Kernels, prepare_determinism
+from megascale.ops.dispatch import Kernels, hide_workspace_setting, prepare_determinism
 from megascale.ops.gradient_sink import get_sink
 from megascale.optim.optimizer import ShardedOptimizer
 from megascale.optim.update_hold import UpdateHold
 from megascale.parallel import rejoin
 from megascale.parallel.buffers import TIED, Axes, FlatShard, ParamAndGradBuffer
-from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
+from megascale.parallel.chunk_graphs import ChunkGraphs
 from megascale.parallel.collectives import all_reduce
 from megascale.parallel.context import slice_batch
 from megascale.parallel.data_parallel import DataParallel
 from megascale.parallel.embedding_rows import fits_row_exchange
 from megascale.parallel.exchange import Exchange
+from megascale.parallel.launch_times import CHOICE_NAME, CudaLaunchClock, GraphChoice, LaunchClock, MeasuredRunner
 from megascale.parallel.offload import InputCopies
 from megascale.parallel.parameters import get_spec, initialise, initialise_parameter, list_piece_views, materialise
 from megascale.parallel.pipeline import EagerRunner, PipelineExecutor
@@ -61,6 +62,7 @@ from megascale.train.blank_batches import BlankBatches, ReadBatch, make_blank_ba
 from megascale.train.chunk_forward import ChunkForward
 from megascale.train.determinism_choice import Determinism, decide_determinism
 from megascale.train.expert_balance import ExpertBalance
+from megascale.train.graph_conditions import GraphConditions
 from megascale.train.loss_weights import LossWeights
 from megascale.train.step_result import HOLD_INDEX, StepResult, StepScalars
 
@@ -118,12 +120,17 @@ class Engine:
         runtime: recorder, streams and kernels; default: a new one, which records nothing.
         fields: optional fields that all micro-batches carry. If replicas read different numbers of micro-batches, the
             engine adds loss weights.
+        launch_clock: measures launches for kernels.graphs=auto; None: the clock of a CUDA device. A CPU has none, and
+            without a clock auto is off.
+        draws_weights: whether to draw initial weights. Otherwise they are 0, and the caller loads all of them.
 
     Attributes:
         attention_choices: attention kernels by kind of device and shape, to be saved with the run.
         data_rank: index of this rank's replica, which has samples of its own (`Grid.replica`).
         chunk_forward: runs the chunks for the micro-batches of a step.
         active: overlaps and kernels chosen at the start, by name, for the start-up lines.
+        graphs: CUDA graphs of the chunks; None: this rank has none.
+        graph_choice: decides with all ranks whether graphs are used (kernels.graphs=auto); None: no times decide it.
         backward_in_own_thread: run backward in autograd's own thread. By default backward runs in the caller's thread.
             Autograd's thread would wait for the interpreter's lock before each backward function in Python, and would
             see only the default kernels (ops/dispatch.py).
@@ -144,6 +151,8 @@ class Engine:
         earlier_choices: Choices | None = None,
         runtime: Runtime | None = None,
         fields: SampleFields = NO_FIELDS,
+        launch_clock: LaunchClock | None = None,
+        draws_weights: bool = True,
     ) -> None:
         config, grid = layout.config, layout.grid
         stopwatch = Stopwatch()
@@ -180,10 +189,11 @@ class Engine:
         gathers_in_float8 = self._choose_float8_gathers()
         self.chunks: list[Chunk] = []
         self.buffers: list[ParamAndGradBuffer] = []
-        self._make_chunks(coordinate.pipeline, axes)
+        self._make_chunks(coordinate.pipeline, axes, draws_weights=draws_weights)
         stopwatch.end_phase("model")
         self.data_parallel = self._make_data_parallel(axes, coordinate.pipeline, gathers_in_float8)
-        self.data_parallel.initialise_slots(partial(initialise_parameter, seed=config.train.seed))
+        if draws_weights:
+            self.data_parallel.initialise_slots(partial(initialise_parameter, seed=config.train.seed))
         stopwatch.end_phase("data parallelism")
         self.optimizer = self._make_optimizer(axes, coordinate)
         stopwatch.end_phase("optimizer")
@@ -191,7 +201,11 @@ class Engine:
         self.pipeline = self._make_pipeline(groups, coordinate.pipeline)
         self._loss_weights = self._make_loss_weights(groups, rank)
         self.chunk_forward = self._make_chunk_forward()
-        self.graphs = self._make_graphs()
+        if launch_clock is None and device.type == "cuda":
+            launch_clock = CudaLaunchClock()
+        self.graph_choice: GraphChoice | None = None
+        self.graphs: ChunkGraphs | None = None
+        self.graphs = self._make_graphs(launch_clock)
         self._choose_embedding_reduction()
         if self._has_row_limit:
             self.chunk_forward.keeps_batches = True  # a step may be repeated
@@ -298,6 +312,9 @@ class Engine:
             self.active["kernel launches"] = launch.describe()
         if determinism.description:
             self.active["deterministic"] = determinism.description
+        workspace = hide_workspace_setting(self.device)
+        if workspace:
+            self.active["cuBLAS workspace"] = workspace
 
     def _decide_determinism(self, earlier_choices: Choices | None) -> Determinism:
         """Decide whether steps must repeat bit for bit, and set it in the runtime's kernels."""
@@ -355,8 +372,8 @@ class Engine:
             self.active["parameters gathered in"] = "nothing is gathered: there is one data-parallel rank"
         return gathers_in_float8
 
-    def _make_chunks(self, stage: int, axes: Axes) -> None:
-        """Make this stage's chunks of the model in their flat buffers, with initial values."""
+    def _make_chunks(self, stage: int, axes: Axes, *, draws_weights: bool) -> None:
+        """Make this stage's chunks of the model in their flat buffers, with initial values if `draws_weights`."""
         config, grid = self.config, self.layout.grid
         # A precision that can gather float8 gives matrices buckets of their own even if it does not gather float8. The
         # shards, and therefore the bits of sums over shards, do not depend on that choice.
@@ -376,9 +393,9 @@ class Engine:
             )
             self.chunks.append(chunk)
             self.buffers.append(buffer)
-            if buffer.zero < 3:
+            if draws_weights and buffer.zero < 3:
                 initialise(chunk, config.train.seed)
-            else:
+            elif draws_weights:
                 buffer.initialise_resident(config.train.seed)
         if config.parallel.offload_activations:
             input_copies = InputCopies(self.device)
@@ -569,24 +586,60 @@ class Engine:
             return False
         return self.data_parallel.allow_early_gradients(self.chunks[-1].output_weight)
 
-    def _make_graphs(self) -> ChunkGraphs | None:
-        """Return the CUDA graphs of the chunks, None if they are off or unavailable.
+    def _make_graphs(self, launch_clock: LaunchClock | None) -> ChunkGraphs | None:
+        """Return the CUDA graphs of the chunks, None if they are off or unavailable. Set `graph_choice`.
 
-        On a CPU, kernels.graphs=on runs the same code without capturing, for tests. Raises ConfigError if
-        kernels.graphs=on and graphs are unavailable.
+        On a CPU, kernels.graphs=on runs the same code without capturing, for tests, and so does auto with a
+        `launch_clock`. Raises ConfigError if kernels.graphs=on and graphs are unavailable.
         """
         is_cuda, requested = self.device.type == "cuda", self.config.kernels.graphs
-        reason = self._find_graph_obstacle()
-        if not is_cuda and requested == "auto":
+        if requested == "auto" and launch_clock is None:
             return None
-        if reason and requested == "on":
-            raise ConfigError(f"kernels.graphs=on is unavailable: {reason}; set --kernels.graphs=auto or off")
-        if reason:
-            if is_cuda:
-                self.active["CUDA graphs"] = f"off ({reason})"
-            return None
-        if is_cuda:
-            self.active["CUDA graphs"] = f"forward and backward of each chunk, from step {EAGER_STEPS + 1} on"
+        conditions = GraphConditions(
+            self.layout,
+            self.pipeline.stage,
+            device=self.device,
+            tensor_axis=self.tensor_axis,
+            context_axis=self._context_axis,
+            overlaps=self.active,
+        )
+        obstacle = conditions.find_obstacle()
+        if obstacle and requested == "on":
+            raise ConfigError(f"kernels.graphs=on is unavailable: {obstacle}; set --kernels.graphs=auto or off")
+        # Each rank of the job takes part in the agreement, also if its own stage cannot be captured.
+        shared_obstacle = conditions.find_shared_obstacle(self._find_row_exchange_obstacle)
+        measures = requested == "auto" and not shared_obstacle
+        graphs = None
+        if not obstacle and not shared_obstacle:
+            graphs = self._make_chunk_graphs()
+        if measures:
+            assert launch_clock is not None
+            self.graph_choice = GraphChoice(
+                launch_clock,
+                can_replay=self._can_measure if graphs is None else graphs.can_replay,
+                world_axis=self.world_axis,
+                device=self.device,
+                kernels=self.runtime.kernels,
+                find_missing_gib=conditions.find_missing_gib,
+                obstacle=obstacle,
+            )
+        elif is_cuda and graphs is None:
+            self.active[CHOICE_NAME] = f"off ({shared_obstacle or obstacle})"
+        elif is_cuda:
+            self.active[CHOICE_NAME] = "forward and backward of each chunk, from the third step on"
+        return graphs
+
+    def _can_measure(self, chunk: int, i: int) -> bool:
+        """Return whether micro-batch `i` of the chunk is typical of a rank that has no graphs."""
+        return reads_complete_state(find_boundaries(self.pipeline.actions)[chunk], i)
+
+    def exclude_graphs(self, reason: str) -> None:
+        """Launch each operator in all steps. Call it before the first step, on all ranks."""
+        self.graphs = None
+        self.graph_choice = None
+        self.runtime.kernels.record_choice(CHOICE_NAME, f"off ({reason})")
+
+    def _make_chunk_graphs(self) -> ChunkGraphs:
         pipeline = self.pipeline
         return ChunkGraphs(
             self.buffers,
@@ -618,7 +671,10 @@ class Engine:
             raise ConfigError(f"overlap.embedding=rows is unavailable: {obstacle}; set --overlap.embedding=auto")
 
     def _find_row_exchange_obstacle(self) -> str:
-        """Return why the embedding's gradient cannot be reduced by rows, "" if it can."""
+        """Return why the embedding's gradient cannot be reduced by rows, "" if it can.
+
+        Call it after `_make_graphs`, or before to leave graphs out.
+        """
         config, buffer = self.config, self.buffers[0]
         ranks = buffer.axes.reduce.size
         if buffer.zero != 1 or ranks == 1:
@@ -667,24 +723,6 @@ class Engine:
     def _make_blank_activation(self) -> torch.Tensor:
         """Return an input of zeros for a chunk that is not the model's first one."""
         return torch.zeros(self.pipeline.shape, dtype=self.dtype, device=self.device)
-
-    def _find_graph_obstacle(self) -> str:
-        """Return why chunks cannot be captured, "" if they can. Ranks of a stage with equal GPUs return the same."""
-        is_cuda = self.device.type == "cuda"
-        memory_limit = None
-        if is_cuda:
-            memory_limit = torch.cuda.get_device_properties(self.device).total_memory - GPU_CONTEXT
-        # The estimate also says why the settings exclude graphs, or that their memory does not fit.
-        _, reason = self.layout.stage_memory(self.pipeline.stage, memory_limit)
-        if reason or not is_cuda:
-            return reason
-        if self.tensor_axis.size > 1 and self.tensor_axis.exchange is None:
-            overlap = self.active["tensor overlap"]
-            return f"only the fused exchange of tensor parallelism is captured, and tensor overlap is {overlap}"
-        if self._context_axis.size > 1 and self._context_axis.exchange is None:
-            exchange = self.active["context exchange"]
-            return f"only copies between context ranks are captured, and the exchange is {exchange}"
-        return ""
 
     # settings that may change between steps ---------------------------------------------------------------------
 
@@ -823,7 +861,14 @@ class Engine:
     @property
     def _has_row_limit(self) -> bool:
         """True if captured micro-batches have a limited number of rows for experts, so that a step may be repeated."""
-        return self.experts is not None and self.graphs is not None and self.tensor_axis.size > 1
+        has_graphs = self.graphs is not None and not self._has_declined_graphs
+        return self.experts is not None and has_graphs and self.tensor_axis.size > 1
+
+    @property
+    def _has_declined_graphs(self) -> bool:
+        """True if the ranks have decided to launch each operator."""
+        choice = self.graph_choice
+        return choice is not None and choice.decision is not None and not choice.uses_graphs
 
     def _must_repeat_micro_batches(self) -> bool:
         """Return whether a captured micro-batch on any rank had too few rows for its experts' tokens.
@@ -847,15 +892,7 @@ class Engine:
         self.data_parallel.begin_step()
         if self.experts is not None:
             self.experts.begin_step()
-        if self.graphs is None:
-            runner = EagerRunner(self.chunk_forward.run, self.runtime.weight_gradients)
-        else:
-            runs_eagerly = eagerly or count_casts or self.backward_in_own_thread
-            if self.replay_check is not None and self.replay_check.needs_eager_step():
-                runs_eagerly = True
-            runner = self.graphs.begin_step(
-                self.chunk_forward.run, self.chunk_forward.take_graph_inputs, eagerly=runs_eagerly
-            )
+        runner = self._make_runner(eagerly or count_casts)
         if self.replay_check is not None:
             runner = self.replay_check.watch(runner)
         with torch.autograd.set_multithreading_enabled(self.backward_in_own_thread):
@@ -863,6 +900,25 @@ class Engine:
         if self.graphs is not None:
             self.graphs.end_step()
         return loss
+
+    def _make_runner(self, eagerly: bool) -> EagerRunner:
+        """Return the runner of the step's micro-batches, which replays graphs unless `eagerly`."""
+        run = self.chunk_forward.run
+        read_inputs = self.chunk_forward.take_graph_inputs
+        weight_gradients = self.runtime.weight_gradients
+        choice = self.graph_choice
+        if choice is not None:
+            choice.begin_step()
+            eagerly = eagerly or not choice.uses_graphs
+        runner = EagerRunner(run, weight_gradients)
+        if self.graphs is not None:
+            eagerly = eagerly or self.backward_in_own_thread
+            if self.replay_check is not None and self.replay_check.needs_eager_step():
+                eagerly = True
+            runner = self.graphs.begin_step(run, read_inputs, eagerly=eagerly)
+        if choice is not None and choice.is_measuring:
+            runner = MeasuredRunner(run, weight_gradients, choice=choice, read_inputs=read_inputs)
+        return runner
 
     @with_engine_kernels
     def run_replay(
@@ -1025,16 +1081,25 @@ class Engine:
         for exchange in self._list_exchanges():
             exchange.call_on_failure(hold.request)
 
-    def leave_groups(self) -> None:
+    def leave_groups(self, has_abort: bool = True, end_phase: Callable[[str], None] = lambda phase: None) -> None:
         """Drop the failed step and the groups; weights and optimizer state stay. `rejoin` sets new groups.
 
         Captured graphs are dropped too, since they hold communicators. Raises RuntimeError if the GPU has failed.
+
+        Args:
+            has_abort: whether the communicators are aborted next.
+            end_phase: called with the name of each part that has ended.
         """
         self.runtime.weight_gradients.clear()
         self.data_parallel.drop_communication()
+        if self.graph_choice is not None:
+            self.graph_choice.restart()
         if self.graphs is not None:
             self.graphs.restart()
-            gc.collect()  # NCCL keeps a communicator, and its abort waits, until no graph holds it
+            end_phase("graphs")
+            if has_abort:
+                gc.collect()  # NCCL keeps a communicator, and its abort waits, until no graph holds it
+                end_phase("garbage")
         self.chunk_forward.end_step()
         self.before_update_hooks.clear()
         self.after_update_hooks.clear()
@@ -1044,8 +1109,10 @@ class Engine:
         self.runtime.calls = NullCallLog()
         self.runtime.recorder = Recorder()
         rejoin.drop_groups(self.runtime, self.pipeline.streams)
+        end_phase("engine")
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+            end_phase("device")
 
     def set_start_step(self, step: int) -> None:
         """Set the step whose state the optimizer has. Call it before the first step of a start."""

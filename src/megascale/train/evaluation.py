@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -10,8 +11,8 @@ from numpy.typing import NDArray
 
 from megascale.config import Config
 from megascale.core.batch import Batch, check_fields
+from megascale.data.dataset.held_out import HeldOut
 from megascale.data.dataset.manifest import CompressedSizes, compute_bits_per_byte, find_part
-from megascale.data.dataset.samples import HeldOut
 from megascale.errors import DataError
 from megascale.train.engine import Engine
 
@@ -29,6 +30,7 @@ class Evaluation:
         weight_sum: sum of the loss weights of the targets; None if the file has no loss weights. For conversations it
             is the number of tokens that have a loss.
         within_documents: whether attention stayed within documents, as data.document_mask of the run says.
+        step: step of the weights, if the caller knows it.
     """
 
     loss: float
@@ -38,6 +40,7 @@ class Evaluation:
     complete: bool = True
     weight_sum: float | None = None
     within_documents: bool = False
+    step: int | None = None
 
 
 def evaluate_file(
@@ -47,6 +50,7 @@ def evaluate_file(
     samples: int | None = None,
     stride: int | None = None,
     option: str = "data.valid",
+    on_progress: Callable[[int, int], object] | None = None,
 ) -> Evaluation:
     """Return the loss of the model on a token file, in whose windows every token is a target once.
 
@@ -59,6 +63,7 @@ def evaluate_file(
         samples: largest number of windows to evaluate, evenly spread over the file; default: all.
         stride: targets per window, at its end; default: all its tokens.
         option: configuration key or option that named the file, for messages.
+        on_progress: called before each batch with the number of windows that are evaluated and of all.
 
     Raises DataError for a token outside the vocabulary and if all loss weights are 0, ConfigError for fields that the
     model would ignore.
@@ -75,6 +80,8 @@ def evaluate_file(
     first = engine.data_rank * size
     # All data-parallel ranks call `sum_losses` equally often. `read_batch` pads the last batches.
     for start in range(first, window_count + first, size * engine.layout.grid.replicas):
+        if on_progress is not None:
+            on_progress(start - first, window_count)
         batch = held_out.read_batch(windows[start : start + size], size)
         totals += engine.sum_losses(_copy_to_device(batch, engine.device))
     tokens = held_out.count_targets(windows)

@@ -89,7 +89,8 @@ def generate_tokens(
         ends: ids of tokens that end the text. The first of them that is drawn ends the generation and is not yielded.
 
     A model with learned positions generates no token beyond model.sequence_length. Raises ConfigError if the prompt is
-    empty, has a token outside the vocabulary, or leaves no learned position.
+    empty, has a token outside the vocabulary, or leaves no learned position, and if the repetition penalty makes
+    logits infinite.
     """
     model = chunk.model
     if model.positions == "learned":
@@ -115,8 +116,7 @@ def generate_tokens(
             hidden = _run_chunk(chunk, new_tokens, cache)
         logits = chunk.compute_logits(hidden[-1:])[0, 0]  # [vocab], of the last position
         if penalty != 1:
-            penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
-            logits = torch.where(has_occurred, penalised, logits)
+            logits = _penalise(logits, has_occurred, penalty)
         token = sample_token(logits, sampling, generator)
         if chunk.context_axis.size > 1:
             token = _agree_on_token(token, chunk.context_axis, device)
@@ -127,6 +127,18 @@ def generate_tokens(
         if limit is not None and cache.length >= limit:
             return
         new_tokens = torch.tensor([token], dtype=torch.int64, device=device)
+
+
+def _penalise(logits: torch.Tensor, has_occurred: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Return the logits [vocab] with the penalty for tokens that have occurred.
+
+    Raises ConfigError if the penalty makes finite logits infinite, for which `sample_token` would blame the weights.
+    """
+    penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+    result = torch.where(has_occurred, penalised, logits)
+    if logits.isfinite().all() and not result.isfinite().all():
+        raise ConfigError(f"--repetition-penalty={penalty} makes logits infinite; use a value near 1, such as 1.1")
+    return result
 
 
 def _agree_on_token(token: int, axis: Axis, device: torch.device) -> int:

@@ -13,7 +13,7 @@ from megascale.checkpoint.format.index import CheckpointIndex, TensorInfo
 from megascale.checkpoint.loader import fill_shards
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.source_chunks import SourceChunks, make_index
-from megascale.config import Config, ModelConfig, from_tree, load
+from megascale.config import Config, ModelConfig, from_tree, load_written
 from megascale.core.inventory import logical_shapes
 from megascale.core.model_folder import is_model_folder
 from megascale.core.tensors import Box
@@ -52,7 +52,7 @@ def adopt_folder(config: Config) -> Config:
     if is_model_folder(folder):
         model, _ = read_model(Path(folder))
     elif config.checkpoint.resume and run_config.exists() and not config.model.model_fields_set:
-        return config.model_copy(update={"model": load(run_config, keep_unknown_parts=True).model})
+        return config.model_copy(update={"model": load_written(run_config).model})
     else:
         return config
     set_keys = config.model.model_dump(include=config.model.model_fields_set)

@@ -37,13 +37,16 @@ from megascale.errors import ConfigError, DataError, MegascaleError, TrainingErr
 from megascale.ops.compile_count import count_compilations
 from megascale.optim.learning_rate import compute_learning_rate
 from megascale.parallel.chunk_graphs import EAGER_STEPS
+from megascale.parallel.launch_times import CHOICE_NAME
 from megascale.rendezvous.groups import Groups, shutdown
+from megascale.rendezvous.prepared_groups import FIRST_CALLS_SECONDS
 from megascale.rendezvous.start_job import initialise
 from megascale.train import attention_choice, replay_response
 from megascale.train.callbacks import Callbacks, RunView
 from megascale.train.check_cost import CheckCost
 from megascale.train.checkpoint_policy import CheckpointPolicy
 from megascale.train.claim import take_run_locks
+from megascale.train.device_reserve import UNCACHED_BYTES, cache_activations, count_cached_bytes
 from megascale.train.ending import Ending, Interrupts
 from megascale.train.engine import Engine
 from megascale.train.evaluation import Evaluation, evaluate_file
@@ -54,7 +57,7 @@ from megascale.train.predecessors import await_predecessors
 from megascale.train.rank_info import RankInfo, count_device_allocations, find_device_kind, memory_gib
 from megascale.train.rank_timers import RankTimers, StepClock
 from megascale.train.replay_check import ReplayCheck, ReplayEvidence
-from megascale.train.replay_conditions import find_reason_against_replays
+from megascale.train.replay_conditions import exclude_costly_graphs, find_reason_against_replays
 from megascale.train.reporter import Reporter
 from megascale.train.resume import ResumeGuard
 from megascale.train.run_folder import RunFolder
@@ -71,7 +74,6 @@ _STOP_REQUEST = 1.0
 _LEAVE_REQUEST = 2.0**-20
 # A rank whose groups of the next attempt are connected adds this. All ranks together stay below a request to leave.
 _WARM_REQUEST = 2.0**-40
-_WARM_SECONDS = 10.0  # limit for the first calls of groups of the next attempt, at a step boundary
 # Before a rank leaves the attempt, it tries at most this many times to begin a copy of the state, with this pause after
 # each try.
 _MAX_SAVE_TRIES = 100
@@ -155,11 +157,15 @@ class Trainer:
         self.clock = StepClock(device)
         self._reused_slots: Sequence[StagingSlot] = ()
         self._has_rejoined = False  # true if the engine has outlived an attempt
+        self._needs_state = False  # true if the engine has no initial weights, so that a state must be loaded
         self._live: LiveState | None = None  # state that this process has kept; None if it ends with its attempt
+        self._stored: checkpoint.StoredState | None = None  # newest commit, if it was read before the load
         self._has_state = False  # true once the state of a step is complete in the engine
         self._keeps_state = False  # true if ranks leave with their state in memory and no copy; the same on all ranks
         self._pending_step: _PendingStep | None = None
         self._read_totals = ReadTotals()  # totals over the samples of all steps whose results were read
+        self._awaits_evaluation = False  # whether the evaluation after the last counted step is due and not complete
+        self._resumes_evaluation = False  # whether the loaded state awaits an evaluation
         self._counts: dict[str, Any] = {}  # totals up to the last step whose results were read
         self._stopwatch = Stopwatch()  # of the start, from the groups on
         self._load_measures: dict[str, float] = {}
@@ -178,6 +184,7 @@ class Trainer:
         self._first_step_queued = 0.0  # seconds from its start until the host had queued it
         self._first_step_allocations = 0  # of device memory in this process, before the first step
         self._has_reported_graphs = False
+        self._has_reported_choice = False
         self._loss: float | None = None
 
     # the run ----------------------------------------------------------------------------------------------------
@@ -325,6 +332,7 @@ class Trainer:
             reused_slots=self._reused_slots,
             reserve=compute_snapshot_reserve(config),
             check=self.parking.check if self.parking is not None else lambda: None,
+            side_group=self.groups.side if self.groups is not None else None,
         )
         self._reused_slots = ()
         if self.parking is not None:
@@ -353,6 +361,7 @@ class Trainer:
                 if reason:
                     self.engine.active["replay"] = f"off (resilience.replay_interval=auto: {reason})"
                 return
+            exclude_costly_graphs(self.engine)
             interval = compute_interval(self.layout.microbatches)
             cost = CheckCost(info.device, self.engine.world_axis)
         response = replay_response.ReplayResponse(settings, self.folder, self.reporter, info.rank, peers)
@@ -378,7 +387,7 @@ class Trainer:
     def _make_engine(self, earlier_choices: attention_choice.Choices) -> None:
         """Take the engine that this process has retained, or make a new one. Note which state this process has kept."""
         self._await_predecessors()
-        # Without a state to load, the run starts at step 0, for which only a new engine has the initial weights.
+        # Without a state to load, the run starts at step 0, for which only a new engine draws the initial weights.
         can_rejoin = self.parking is not None and self.attempt > 1 and self._can_load()
         retained = None
         if self.parking is not None:
@@ -394,44 +403,76 @@ class Trainer:
                 self.engine = engine
                 self.engine.rejoin(self.groups, earlier_choices)
                 self._has_rejoined = True
+                self._needs_state = True
                 return
             # The retained buffers do not fit the parameters that this rank has now. Its shards of the state stay until
             # the ranks that need them have received them.
             self._live = replace(retained.live, is_in_place=False)
             del engine
-            self._free_unused_memory()
+            if self.parking is not None and self.parking.is_reused:
+                gc.collect()  # frees the memory of the earlier engine
             if not self._has_memory_for(self._live):
                 log.info("the kept state does not fit beside a new engine, so the state is loaded from memory")
                 self._live = retained.live = LiveState()
-                self._free_unused_memory()
-        self.engine = Engine(self.layout, self.groups, self.rank_info.device, earlier_choices, fields=self.feed.fields)
+                self._return_cached_memory()
+        self.engine = Engine(
+            self.layout,
+            self.groups,
+            self.rank_info.device,
+            earlier_choices,
+            fields=self.feed.fields,
+            draws_weights=not can_rejoin,
+        )
+        self._needs_state = can_rejoin
         if self.parking is not None:
             self.parking.hold_updates(self.engine)
+            self.parking.release_reserve()
 
     def _await_predecessors(self) -> None:
         """Wait until killed processes have freed the memory that this process needs, if the agent has named any."""
         if self.parking is not None:
             await_predecessors(self.parking.check)
 
-    def _free_unused_memory(self) -> None:
+    def _return_cached_memory(self) -> None:
+        """Return the memory that no tensor uses to the device."""
         gc.collect()
         if self.rank_info.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _has_memory_for(self, live: LiveState) -> bool:
-        """Return whether a new engine fits into the device's memory beside the kept state."""
+        """Return whether a new engine fits into the device's memory next to the kept state.
+
+        Memory that torch's allocator has cached stays there if the device has enough besides, since each allocation of
+        the new engine and of its first step would otherwise wait for the driver.
+        """
         device = self.rank_info.device
-        if device.type != "cuda" or not live.shards:
+        if device.type != "cuda":
             return True
         memory, _ = self.layout.stage_memory(self.layout.grid.coordinate(self.rank_info.rank).pipeline)
-        needed = memory.weights + memory.weight_copies + memory.gradients + memory.optimizer
+        needed = memory.weights + memory.weight_copies + memory.gradients + memory.optimizer + _SPARE_DEVICE_BYTES
         free, _ = torch.cuda.mem_get_info(device)
-        return needed + _SPARE_DEVICE_BYTES <= free
+        if free >= UNCACHED_BYTES and needed <= free + count_cached_bytes(device):
+            return True
+        self._return_cached_memory()
+        if not live.shards:
+            return True
+        free, _ = torch.cuda.mem_get_info(device)
+        return needed <= free + count_cached_bytes(device)
 
     def _can_load(self) -> bool:
         """Return whether `_load_state` will find a state of this run; the same on all ranks. Collective."""
         section = self.config.checkpoint
-        return section.resume and checkpoint.has_saved_state(section, self.folder.path, Peers())
+        if not section.resume:
+            return False
+        self._skip_unconfirmed_states()
+        self._stored = checkpoint.find_stored_state(section, self.folder.path, Peers())
+        return checkpoint.has_saved_state(section, self.folder.path, Peers(), self._stored)
+
+    def _skip_unconfirmed_states(self) -> None:
+        """Let the load skip the states that no replay has confirmed. Rank 0 marks them."""
+        if self.is_leader:
+            location = self.config.checkpoint.location or self.folder.checkpoints
+            self._unconfirmed_note = replay_response.skip_unconfirmed_states(self.folder, location)
 
     def _retain_state(self) -> None:
         """Retain the engine, its state and the staging memory for the next attempt, if this process stays."""
@@ -447,8 +488,7 @@ class Trainer:
         live = self.checkpointer.keep_state(self.attempt)
         try:
             self.engine.close(failed=True)
-            self.engine.leave_groups()
-            self.parking.end_leaving_phase("engine")
+            self.engine.leave_groups(has_abort=not self.parking.keeps_groups, end_phase=self.parking.end_leaving_phase)
             live = replace(live, step=self._find_kept_step())
             self.parking.end_leaving_phase("step")
         finally:
@@ -490,7 +530,13 @@ class Trainer:
         info = self.rank_info
         self.folder.create()
         self.telemetry = Telemetry(
-            self.folder.status, self.folder.flight, info.rank, info.world, self.groups, self.engine.runtime
+            self.folder.status,
+            self.folder.flight,
+            info.rank,
+            info.world,
+            groups=self.groups,
+            runtime=self.engine.runtime,
+            attempt=self.attempt,
         )
         resources.callback(self.telemetry.close)
         self.timers = RankTimers(self.config, info, self.engine.runtime, self.layout.grid, self.attempt)
@@ -515,11 +561,12 @@ class Trainer:
             self.engine.set_start_step(self.step)
             self._has_state = True
             self._count_step(self.step, self.consumed_samples, self.trained_tokens)
+            self._awaits_evaluation = self._resumes_evaluation
             self.callbacks.begin_run(self.step)
             last_step = min(train.steps, self.step + (train.stop_after or train.steps))
             resources.callback(self.reporter.close)
             self._accept_start(reads_data=self.step < last_step)
-            self._stopwatch.end_phase("data")
+            self._stopwatch.end_phase("claim")
             if self.step < last_step:
                 self.checkpointer.prepare()
             self._stopwatch.end_phase("staging memory")
@@ -536,11 +583,13 @@ class Trainer:
             self._first_step_allocations = count_device_allocations(self.rank_info.device)
             if self.engine.graphs is not None:
                 self._capture_end_step = self.step + _CAPTURE_STEPS
+            if self._awaits_evaluation and self.step < last_step:
+                self._evaluate()
             while self.step < last_step and not self._is_stopping:
                 self._train_step(self._choose_stop_request(interrupts))
                 self.callbacks.end_step(self.step)
                 self._tend_groups()
-                if train.eval_interval and self.step % train.eval_interval == 0 and self.step < train.steps:
+                if self._is_evaluation_due(self.step):
                     self._evaluate()
                 if self.step < last_step:
                     self._save_if_due()
@@ -590,9 +639,11 @@ class Trainer:
         self._must_warm_groups = False
         begin = time.monotonic()
         self._await_device()
-        if preparation.warm_up(_WARM_SECONDS):
+        if preparation.warm_up(FIRST_CALLS_SECONDS):
             seconds = time.monotonic() - begin
             memory = ""
+            if self.engine.graphs is not None:
+                cache_activations(preparation.target.config, preparation.target.world, device)
             if device.type == "cuda":
                 memory = f"; {torch.cuda.mem_get_info(device)[0] / 2**30:.2f} GiB of the GPU are free"
             log.info(
@@ -682,8 +733,8 @@ class Trainer:
             self._load_initial_state()
             return
         self.status.update("load", 0)
-        if self.is_leader:
-            self._unconfirmed_note = replay_response.skip_unconfirmed_states(self.folder, self.checkpointer.folder)
+        if self._stored is None:
+            self._skip_unconfirmed_states()
         load_start = time.monotonic()
         report = checkpoint.LoadReport()
         with self.engine.loading_weights():
@@ -693,6 +744,7 @@ class Trainer:
                 accept=self.resume_guard.check_state,
                 report=report,
                 live=self._live,
+                stored=self._stored,
             )
         # Other ranks have received the shards of an earlier engine, whose memory is freed here.
         self._live = None
@@ -706,7 +758,7 @@ class Trainer:
             names = ", ".join(sorted(report.zeroed_states))
             self.resume_guard.notes.append(f"{names} of optimizer.name={self.config.optimizer.name} starts at zero")
         if state is None:
-            if self._has_rejoined:
+            if self._needs_state:
                 raise TrainingError(
                     "the saved state of the run was lost after this start had seen it and before the load"
                 )
@@ -722,6 +774,7 @@ class Trainer:
         self.ending.step = self.step
         self.consumed_samples = state.get("samples", 0)  # an imported checkpoint does not have this key
         self.trained_tokens = state.get("tokens", 0)
+        self._resumes_evaluation = bool(state.get("awaits_evaluation"))
         if self.replay_check is not None:
             self.replay_check.checked_step = state.get("replayed", self.step)
         read_totals = ReadTotals.from_record(state.get("read"))
@@ -775,9 +828,11 @@ class Trainer:
                 self._data_notes = self.feed.start(self.consumed_samples)
             except (ConfigError, DataError) as error:
                 local_problem = str(error)
+        self._stopwatch.end_phase("data")
         for problem in self.checkpointer.peers.all_gather(local_problem, str | None):
             if problem:
                 raise DataError(problem)
+        self._stopwatch.end_phase("others' load and data")
         self.resume_guard.claim_run()
         self.checkpointer.confirm_load()
         if not self.is_leader:
@@ -834,6 +889,8 @@ class Trainer:
         text = f"ready to train {total:.2f} s after the groups: {self._stopwatch.describe()}"
         if self._load_parts:
             text += f"; of the load: {self._load_parts}"
+        if self.checkpointer.staging_parts:
+            text += f"; of the staging memory: {self.checkpointer.staging_parts}"
         if self._has_rejoined:
             text += "; the engine of the attempt before"
         else:
@@ -896,6 +953,7 @@ class Trainer:
         self._read_pending_step()
         if not self._has_reported_active:
             self._report_active()
+        self._report_graph_choice()
         if self.engine.graphs is not None and self.engine.graphs.failure:
             self._report_failed_graphs(self.engine.graphs.failure)
         if self.garbage_collector.is_due(step):
@@ -949,6 +1007,15 @@ class Trainer:
             self._first_step_queued = time.monotonic() - self._first_step_start
         log.info("compilations in this process: %s", count_compilations().describe())
         self.reporter.report_active(self.engine.active | self.engine.runtime.kernels.list_choices())
+
+    def _report_graph_choice(self) -> None:
+        """Report once whether measured launches made the ranks capture graphs."""
+        choice = self.engine.graph_choice
+        if choice is None or choice.decision is None or self._has_reported_choice:
+            return
+        self._has_reported_choice = True
+        choices = self.engine.active | self.engine.runtime.kernels.list_choices()
+        self.reporter.report_late_choice(CHOICE_NAME, choices)
 
     def _report_failed_graphs(self, reason: str) -> None:
         """Report once that a capture failed."""
@@ -1018,8 +1085,6 @@ class Trainer:
                 allocations,
             )
             self._first_step_start = None
-        self._write_read_samples(step, pending, read_checksum)
-        self._count_step(step, pending.first_sample + self.config.train.global_batch, record["tokens"])
         has_weights = True
         if result.weight_sum is not None:
             record["loss_weight"] = float(result.weight_sum)
@@ -1049,7 +1114,11 @@ class Trainer:
         if self._skipped_count:
             record["skipped_steps"] = self._skipped_count
         self._add_optional_metrics(record, result)
+        # An error up to here leaves the step out of the ledger, the metrics and the counts. Ranks that keep their state
+        # go on after a step only if the leader has counted it, so a counted step has both lines.
+        self._write_read_samples(step, pending, read_checksum)
         self.reporter.write_metrics(record)
+        self._count_step(step, pending.first_sample + self.config.train.global_batch, record["tokens"])
         for event, details in self.feed.find_loader_events(seconds):
             self.reporter.write_event(event, step=step, **details)
         if not has_weights:
@@ -1181,12 +1250,25 @@ class Trainer:
             **self.resume_guard.checkpoint_metadata,
             "attention": self.engine.attention_choices,
         }
+        if self._awaits_evaluation:
+            state["awaits_evaluation"] = True
         if self.replay_check is not None:
             state["replayed"] = self.replay_check.checked_step
         return state
 
+    def _is_evaluation_due(self, step: int) -> bool:
+        """Return whether the held-out file is evaluated after a step that is not the run's last one."""
+        train = self.config.train
+        if self.config.data.valid is None or not train.eval_interval:
+            return False
+        return 0 < step < train.steps and step % train.eval_interval == 0
+
     def _count_step(self, step: int, samples: int, tokens: int) -> None:
-        """Store the totals up to a step whose results were read."""
+        """Store the totals up to a step whose results were read.
+
+        Ranks that keep their state may leave in the evaluation after the step, so the next attempt repeats it.
+        """
+        self._awaits_evaluation = self._is_evaluation_due(step)
         self._counts = {"step": step, "samples": samples, "tokens": tokens, "read": self._read_totals.to_record()}
 
     def _evaluate(self, is_last: bool = False) -> Evaluation | None:
@@ -1220,6 +1302,7 @@ class Trainer:
         if evaluation.bits_per_byte is not None:
             record["valid_bits_per_byte"] = evaluation.bits_per_byte
         self.reporter.write_metrics(record)
+        self._awaits_evaluation = False
         self.reporter.write_event(
             Event.EVALUATED,
             step=self.step,
@@ -1229,4 +1312,4 @@ class Trainer:
         )
         self.callbacks.report_evaluation(evaluation)
         self.clock.pause()
-        return evaluation
+        return replace(evaluation, step=self.step)

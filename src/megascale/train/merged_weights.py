@@ -18,7 +18,7 @@ from megascale.train.run_folder import find_checkpoints
 from megascale.train.trained_config import locate_checkpoints
 
 if TYPE_CHECKING:
-    from megascale.checkpoint.loader import AcceptState
+    from megascale.checkpoint.loader import AcceptState, LoadReport
 
 
 @torch.no_grad()
@@ -29,6 +29,7 @@ def load_weights(
     *,
     step: int | None = None,
     accept: AcceptState | None = None,
+    report: LoadReport | None = None,
 ) -> None:
     """Fill shards of weights from a committed checkpoint of a run, with its adapters merged if it has any.
 
@@ -36,12 +37,13 @@ def load_weights(
         config: configuration that the checkpoint was trained with.
         step: step of the checkpoint; default: the newest.
         accept: called with the checkpoint's metadata and name; raises an error to refuse it.
+        report: filled with costs and findings. Its step is that of the adapters, if there are any.
 
     Raises DataError if there is no such checkpoint, or if the base model of the adapters is lost or a different one.
     """
     spec = AdapterSpec.from_config(config.train)
     if spec is None:
-        checkpoint.load(find_checkpoints(run, config), shards, step=step, accept=accept)
+        checkpoint.load(find_checkpoints(run, config), shards, step=step, accept=accept, report=report)
         return
     adapters = open_checkpoint(find_checkpoints(run, config), step)
     if accept is not None:
@@ -52,6 +54,8 @@ def load_weights(
     for shard in shards:
         if shard.name in adapted:
             _add_adapter(shard, adapters, spec.scale)
+    if report is not None:
+        report.step = adapters.commit.step
 
 
 def find_base_model(adapters: CompleteCheckpoint, config: Config) -> BaseCheckpoint:

@@ -46,6 +46,7 @@ from megascale.rendezvous import groups as rank_groups
 from megascale.rendezvous.group_sockets import cut_connections, list_new_sockets, list_sockets
 from megascale.rendezvous.groups import Groups
 from megascale.rendezvous.prepared_groups import EarlierGroups, GroupPreparation, GroupTarget
+from megascale.train.device_reserve import UNCACHED_BYTES, DeviceReserve, describe_reserve, reserve_memory
 from megascale.train.host_pauses import exclude_imports
 from megascale.train.predecessors import await_predecessors
 from megascale.train.rank_info import RankInfo
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("megascale.train")
 _CUT_SECONDS = 0.02  # between two searches for connections of a start that must end
-_UNCACHED_BYTES = 4 << 30  # of a GPU, for communicators and libraries, which allocate outside of torch's cache
 
 
 class LeaveAttempt(TrainingError):
@@ -108,6 +108,7 @@ class Parking:
         preparation: groups of the next attempt, which a thread makes while ranks train; None without an order.
         keeps_groups: whether this rank leaves the present attempt's groups without an abort.
         earlier_groups: groups of the attempt before the present one, which are not aborted yet; otherwise None.
+        reserve: memory of the GPU for the first attempt of a process that waited for it; None before and afterwards.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -126,6 +127,7 @@ class Parking:
         self.preparation: GroupPreparation | None = None
         self.keeps_groups = False
         self.earlier_groups: EarlierGroups | None = None
+        self.reserve: DeviceReserve | None = None
         self._groups_order: PrepareGroups | None = None  # order that `start_preparation` will carry out
         self._awaits_first_attempt = False  # whether the process waits for its first attempt
         self._order_time = 0.0  # `time.monotonic()` at an order to leave the present attempt at once; otherwise 0
@@ -150,6 +152,7 @@ class Parking:
                 self._order_time = 0.0
                 self._joining = Stopwatch()
                 self._resumes.put(order)
+                self._drop_unfinished_groups()  # a process that waits for its first attempt may still make them
             elif isinstance(order, PrepareGroups):
                 self._note_groups_order(order)
             elif order.attempt != self._attempt:
@@ -283,9 +286,16 @@ class Parking:
         earlier_groups = self.earlier_groups
         if earlier_groups is None:
             return
+        gc.collect()  # an abort waits until no captured graph holds the communicator
         earlier_groups.start_abort()
         earlier_groups.finish_abort()
         self.earlier_groups = None
+
+    def release_reserve(self) -> None:
+        """Free the memory that is reserved for activations, because the engine has allocated the state."""
+        if self.reserve is not None:
+            self.reserve.release_activations()
+            self.reserve = None
 
     def take_retained(self) -> RetainedState | None:
         """Return the state that the earlier attempt has retained, if any. The present one may change it from now on."""
@@ -421,6 +431,8 @@ class Parking:
         parts = warm_up(config, rank_info.local_rank, use_gpu=rank_info.device.type == "cuda")
         exclude_imports()
         stopwatch.end_phase("warm-up")
+        self.reserve = reserve_memory(config, rank_info.world, rank_info.device)
+        stopwatch.end_phase("memory of the GPU")
         folder = RunFolder(config.run_folder)
         folder.create()
         necessary_bytes, sufficient_bytes = estimate_slot_sizes(config, rank_info.world)
@@ -447,14 +459,20 @@ class Parking:
         self._awaits_first_attempt = False
         status.close()
         stopwatch.end_phase("wait")
-        self.warm_up_parts = f"prepared on a waiting node: {stopwatch.describe()}; of the warm-up: {parts}"
+        reserve = describe_reserve(self.reserve)
+        self.warm_up_parts = f"prepared on a waiting node: {stopwatch.describe()}; {reserve}; of the warm-up: {parts}"
         self._begin_attempt(order, folder, rank_info.rank)
         status.path.unlink(missing_ok=True)
 
     def _prepare_while_waiting(self, order: PrepareGroups, config: Config, device: torch.device) -> None:
-        """Make the groups of the first attempt of this process, and wait until they are complete or dropped."""
+        """Make the groups of the first attempt of this process, and wait until they are complete or dropped.
+
+        A later order has precedence.
+        """
         self._release_preparation()
         with self._lock:
+            if not self._resumes.empty():
+                return
             preparation = _make_preparation(order, config, device)
             preparation.is_joining = True
             self.preparation = preparation
@@ -482,7 +500,7 @@ class Parking:
             if not self.keeps_groups:
                 self.abort_earlier_groups()
             self._release_preparation()
-            _free_memory(keeps_cache=has_engine)
+            _free_memory(keeps_cache=has_engine, keeps_garbage=self.keeps_groups and has_engine)
         except (RuntimeError, TrainingError) as error:
             self._end_process(message, error, folder, rank, step)
         self.end_leaving_phase("memory")
@@ -561,22 +579,24 @@ def _make_preparation(order: PrepareGroups, config: Config, device: torch.device
     return GroupPreparation(target, order.master, order.number)
 
 
-def _free_memory(keeps_cache: bool) -> None:
+def _free_memory(keeps_cache: bool, keeps_garbage: bool = False) -> None:
     """Stop the watches of the failed attempt's exchanges, and free its objects and its memory on the device.
 
     Args:
         keeps_cache: keep the memory that torch's allocator has cached, if the device has enough besides. The first step
             of an engine that stays needs blocks of the same sizes.
+        keeps_garbage: leave the collection of garbage to the next attempt, in which the groups are aborted.
 
     Raises RuntimeError if the device has failed.
     """
     peer_watch.stop_all(_synchronize_device)
-    gc.collect()  # frees objects of the failed attempt, above all its groups
+    if not keeps_garbage:
+        gc.collect()  # frees objects of the failed attempt, above all its groups
     if not torch.cuda.is_initialized():
         return
     if keeps_cache:
         free, _ = torch.cuda.mem_get_info()
-        if free >= _UNCACHED_BYTES:
+        if free >= UNCACHED_BYTES:
             return
     torch.cuda.empty_cache()
 

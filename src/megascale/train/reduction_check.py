@@ -85,8 +85,8 @@ class ReductionCheck:
         """Return `start` with block sums of the addends taken before the reduction."""
 
         def start_watched(grads: Tensor, axis: Axis, *target: ShardTarget) -> Pending:
-            key = self._find_bucket(grads)
-            sums = sum_blocks(grads.view(self._shard_count, -1))
+            key, addends = self._find_bucket(grads)
+            sums = sum_blocks(addends.view(self._shard_count, -1))
             self._reduction_counts[key] = self._reduction_counts.get(key, 0) + 1
             if key in self._sums:
                 self._sums[key] += sums
@@ -96,14 +96,14 @@ class ReductionCheck:
 
         return start_watched
 
-    def _find_bucket(self, grads: Tensor) -> tuple[int, int]:
-        """Return (chunk, bucket) of the gradients that a reduction receives."""
+    def _find_bucket(self, grads: Tensor) -> tuple[tuple[int, int], Tensor]:
+        """Return (chunk, bucket) of the gradients that a reduction receives, and the addends in their type."""
         slots = self._data.gradient_slots
         if slots is not None:
             for bucket in slots.active:
                 if bucket.grads is grads:
-                    return bucket.chunk, bucket.index
-        return self._bucket_keys[grads.data_ptr()]
+                    return (bucket.chunk, bucket.index), bucket.widen()
+        return self._bucket_keys[grads.data_ptr()], grads
 
     def find_wrong_blocks(self) -> Tensor:
         """Return which blocks of this rank's shards differ from the sums of their addends, bool [blocks].

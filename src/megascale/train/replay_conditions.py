@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megascale.checkpoint.object_collectives import Peers
+from megascale.core.rank_memory import explain_no_graphs
 from megascale.core.replay_interval import list_unsupported_settings
 from megascale.train import determinism_choice
 from megascale.train.engine import Engine
@@ -33,10 +34,30 @@ def find_reason_against_replays(engine: Engine, device_kind: str, peers: Peers) 
 def _find_costly_graphs(engine: Engine) -> str:
     """Return why a checked step would need much more time and memory than others, or "" if it would not.
 
-    Such a step runs without the CUDA graphs that the engine has captured.
+    Such a step runs without the CUDA graphs that the engine has captured. Graphs that are expected to gain nothing do
+    not count, since `exclude_costly_graphs` excludes them.
     """
-    if engine.graphs is None:
+    if engine.graphs is None or _has_unlikely_graphs(engine):
         return ""
+    return _explain_cost(engine)
+
+
+def exclude_costly_graphs(engine: Engine) -> None:
+    """Exclude graphs from a run with replays if a checked step would need much more time and memory without them."""
+    if not _has_unlikely_graphs(engine):
+        return
+    cost = _explain_cost(engine)
+    if cost:
+        engine.exclude_graphs(f"{cost}; --resilience.replay_interval=0 permits graphs")
+
+
+def _has_unlikely_graphs(engine: Engine) -> bool:
+    """Return whether a measurement decides about graphs that are expected to gain nothing. Equal on all ranks."""
+    return engine.graph_choice is not None and bool(explain_no_graphs(engine.config, engine.layout.grid))
+
+
+def _explain_cost(engine: Engine) -> str:
+    """Return what a checked step lacks if the other steps replay graphs, or "" if it costs little."""
     if engine.config.parallel.zero >= 2 and engine.layout.grid.shards > 1:
         return f"a checked step would run without CUDA graphs (parallel.zero={engine.config.parallel.zero})"
     if engine.experts is not None:

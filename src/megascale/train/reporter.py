@@ -83,13 +83,29 @@ class Reporter:
         Args:
             choices: descriptions by name. They include every feature that was requested and is off.
         """
-        variables = sorted(name for name in os.environ if name.startswith("NCCL_"))
-        if variables:
-            settings = " ".join(f"{name}={os.environ[name][:200]}" for name in variables)
-            choices = choices | {"NCCL's settings": settings}
+        choices = _add_nccl_settings(choices)
         self.write_event(Event.ACTIVE, **choices)
         names_by_choice: dict[str, list[str]] = {}
         for name, choice in choices.items():
             names_by_choice.setdefault(choice, []).append(name)
         for choice, names in names_by_choice.items():
             self.log_line(f"active: {', '.join(names)}: {choice}")
+
+    def report_late_choice(self, name: str, choices: dict[str, str]) -> None:
+        """Report a choice that a later step than the first one makes.
+
+        Args:
+            choices: as for `report_active`, all of them, since readers use the newest event alone.
+        """
+        choices = _add_nccl_settings(choices)
+        self.write_event(Event.ACTIVE, **choices)
+        self.log_line(f"active: {name}: {choices[name]}")
+
+
+def _add_nccl_settings(choices: dict[str, str]) -> dict[str, str]:
+    """Return `choices` with the NCCL_ variables of the environment, if there are any."""
+    variables = sorted(name for name in os.environ if name.startswith("NCCL_"))
+    if not variables:
+        return choices
+    settings = " ".join(f"{name}={os.environ[name][:200]}" for name in variables)
+    return choices | {"NCCL's settings": settings}

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from megascale import checkpoint
+from megascale.checkpoint.loader import LoadReport
 from megascale.config import Config, OptimizerConfig, ParallelConfig
 from megascale.config.base import Section
 from megascale.config.parts import LINEAR_PRECISIONS
@@ -32,6 +33,7 @@ def restore_engine(
     device: str = "auto",
     linear_precision: str | None = None,
     ranks: ContextRanks | None = None,
+    report: LoadReport | None = None,
 ) -> tuple[Engine, Config]:
     """Return an engine with the weights of a committed checkpoint, and the configuration it was trained with.
 
@@ -41,6 +43,7 @@ def restore_engine(
         linear_precision: precision of linear layers; default: train.linear_precision of training.
         ranks: processes that divide the tokens of each sequence, with this process's device; the call is then
             collective. Default: this process alone.
+        report: filled with costs and findings, such as the step. It is older than the newest if that is damaged.
 
     Raises DataError if `run` is not a run folder or has no committed checkpoint, ConfigError for an unknown
     `linear_precision` or a missing device.
@@ -70,13 +73,18 @@ def restore_engine(
     shards = [checkpoint.TensorShard(*fields) for fields in engine.logical_tensors()]
     weights = [shard for shard in shards if shard.name.startswith("model.")]
     with engine.loading_weights():
-        load_weights(run, trained_config, weights, step=step, accept=accept)
+        load_weights(run, trained_config, weights, step=step, accept=accept, report=report)
     return engine, config
 
 
 @torch.no_grad()
 def restore_model(
-    run: Path, *, step: int | None = None, device: str = "auto", ranks: ContextRanks | None = None
+    run: Path,
+    *,
+    step: int | None = None,
+    device: str = "auto",
+    ranks: ContextRanks | None = None,
+    report: LoadReport | None = None,
 ) -> tuple[Chunk, Config]:
     """Return the model without an engine, and its configuration; arguments and errors as `restore_engine`.
 
@@ -99,5 +107,5 @@ def restore_model(
     for parameter in chunk.parameters():
         for piece, view in list_piece_views(get_spec(parameter), parameter.data):
             shards.append(checkpoint.TensorShard(f"model.{piece.name}", piece.shape, piece.box.offsets, view))
-    load_weights(run, config, shards, step=step, accept=accept)
+    load_weights(run, config, shards, step=step, accept=accept, report=report)
     return chunk.requires_grad_(False), config

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megascale.config import Config, load
+from megascale.config import Config, load_written
 from megascale.core import json_lines, strict_json
 from megascale.core.atomic_files import write_atomically
 from megascale.core.events import Event, format_time
@@ -133,28 +133,33 @@ class RunFolder:
         return step
 
     def drop_steps_after(self, step: int) -> None:
-        """Remove lines of steps after `step` from metrics and ledger: the resumed run writes these steps again."""
+        """Remove lines of steps after `step` from metrics and ledger: the resumed run writes these steps again.
+
+        A file without such lines and without damage stays, so that no line of another writer can be lost.
+        """
         for file in (self.metrics, self.samples):
             if file.exists():
                 lines = []
                 for record in read_records(file):
                     if strict_json.to_float(record.get("step", 0)) <= step:
                         lines.append(strict_json.dumps(record) + "\n")
-                write_atomically(file, "".join(lines))
+                text = "".join(lines)
+                if file.stat().st_size != len(text.encode()) or file.read_text(encoding="utf-8") != text:
+                    write_atomically(file, text)
 
 
 def load_run_config(run: Path) -> Config:
     """Return the resolved configuration in a run folder, for commands that read the run.
 
     Relative paths are resolved as in `resolve_paths`. Names of callbacks and of other parts that users register may be
-    unknown in this process. Raises DataError if `run` is not a run folder.
+    unknown in this process. Raises DataError if `run` is not a run folder, or if its config.toml is damaged.
     """
     file = run / "config.toml"
     if not is_small_file(file):
         raise DataError(
             f"{run} is not a run folder: it has no config.toml that can be read; runs are folders such as runs/stdlib"
         )
-    return resolve_paths(load(file, keep_unknown_parts=True), run)
+    return resolve_paths(load_written(file), run)
 
 
 def resolve_paths(config: Config, run: Path) -> Config:

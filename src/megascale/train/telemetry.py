@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megascale import torch_private
 from megascale.core import calls
 from megascale.core.failure import FailureLog
-from megascale.core.group_names import remove_attempt
+from megascale.core.group_names import ATTEMPT_KEY, remove_attempt
 from megascale.core.process_orders import ORDERS_VARIABLE
 from megascale.core.status import StatusFile
 from megascale.parallel.runtime import Runtime
@@ -69,11 +69,20 @@ class Telemetry:
     Args:
         status_folder: folder of status files, stacks and records of calls.
         flight_folder: folder of dumps of the flight recorder.
+        attempt: number of the attempt, which dumps contain.
     """
 
     def __init__(
-        self, status_folder: Path, flight_folder: Path, rank: int, world: int, groups: Groups | None, runtime: Runtime
+        self,
+        status_folder: Path,
+        flight_folder: Path,
+        rank: int,
+        world: int,
+        groups: Groups | None,
+        runtime: Runtime,
+        attempt: int = 0,
     ) -> None:
+        self._attempt = attempt
         self.status = StatusFile(status_folder, rank)
         self._stacks = open(status_folder / f"rank-{rank}.stack", "w")  # noqa: SIM115 - open while the process lives
         if hasattr(signal, "SIGUSR2"):
@@ -136,13 +145,23 @@ class Telemetry:
                 with open(self._pipe) as pipe:  # sleeps until a writer opens the pipe
                     pipe.read()
                 temporary = self._flight_file.with_suffix(".tmp")
-                temporary.write_text(torch_private.dump_flight_recorder())
+                temporary.write_text(add_attempt(torch_private.dump_flight_recorder(), self._attempt))
                 os.replace(temporary, self._flight_file)
             except Exception as error:
                 if not self._pipe.exists():
                     return  # `close` has removed it
                 failures.note(error, "the next request is answered again")
                 time.sleep(0.1)  # the writer may still hold the pipe open
+
+
+def add_attempt(dump: str, attempt: int) -> str:
+    """Return a dump of the flight recorder (a JSON object) with the number of the attempt.
+
+    The recorder also has calls of earlier attempts, and of groups that are prepared for the next one.
+    """
+    content = dump.lstrip().removeprefix("{")
+    separator = "" if content.lstrip().startswith("}") else ", "
+    return f'{{"{ATTEMPT_KEY}": {attempt}{separator}{content}'
 
 
 def _list_groups(groups: Groups | None) -> list[tuple[str, int]]:

@@ -115,6 +115,7 @@ class DeviceClock(WaitClock):
         self._newest_record_id = -1
         self._pending_ids: set[int] = set()  # calls of the last read that had not ended
         self._period_start = 0.0
+        self._dropped_end = 0  # Unix time in nanoseconds at which the last step of an earlier period ended
         # Of each step since the start of the period:
         self._step_ends: list[int] = []  # Unix time in nanoseconds
         self._step_seconds: list[float] = []
@@ -136,6 +137,8 @@ class DeviceClock(WaitClock):
             if ended_count:
                 self._compute_seconds = self._average_usual_steps(ended_count)
         self._period_start = current_time
+        if step_count:
+            self._dropped_end = self._step_ends[step_count - 1]
         for values in (self._step_ends, self._step_seconds, self._call_seconds):
             del values[:step_count]
         return self._compute_seconds
@@ -172,6 +175,8 @@ class DeviceClock(WaitClock):
         self._newest_record_id = max(record_ids, default=self._newest_record_id)
         self._pending_ids = {entry["record_id"] for entry in pending}
         for entry in new_entries:
+            if entry["time_created_ns"] <= self._dropped_end:
+                continue  # its step has been averaged or dropped without it
             step = self._find_step(entry)
             self._call_seconds[step] += float(entry["duration_ms"]) / 1000
         ended_count = len(self._step_ends)

@@ -7,11 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.kernels.exchange import fit_line, main
+from benchmarks.kernels.exchange import main
+from benchmarks.kernels.exchange_tables import fit_line
 from benchmarks.kernels.exchange_variants import VARIANTS, VariantExchange, copy_by_kernel
 from megascale.errors import ConfigError
 from megascale.parallel import exchange as module
-from megascale.parallel.exchange import Exchange, PeerCopy
+from megascale.parallel.exchange import Exchange
+from megascale.parallel.exchange_buffers import count_buffer_bytes, count_lent_bytes
+from megascale.parallel.exchange_streams import PeerCopy
 from tests.parallel.test_exchange import (
     PARTS,
     SHAPE,
@@ -28,8 +31,8 @@ PART_BYTES = 8 * SHAPE[0] * SHAPE[1]
 
 def make_variants(size: int, name: str) -> tuple[list[Device], list[Exchange]]:
     """Return ranks with an exchange of a variant."""
-    memory = [torch.zeros(Exchange.count_buffer_bytes(size, PART_BYTES), dtype=torch.uint8) for _ in range(size)]
-    lent_memory = [torch.zeros(Exchange.count_lent_bytes(size, PART_BYTES), dtype=torch.uint8) for _ in range(size)]
+    memory = [torch.zeros(count_buffer_bytes(size, PART_BYTES), dtype=torch.uint8) for _ in range(size)]
+    lent_memory = [torch.zeros(count_lent_bytes(size, PART_BYTES), dtype=torch.uint8) for _ in range(size)]
     flags: dict[tuple[int, ...], int] = {}
     devices = [Device(rank, flags) for rank in range(size)]
     exchanges: list[Exchange] = []

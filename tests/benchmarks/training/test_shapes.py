@@ -129,17 +129,60 @@ def test_each_shape_can_have_processes_of_its_own(benchmarks, tmp_path):
     assert rows[1]["failed"] == "not begun: less than 450 s of --minutes remained"
 
 
-def test_a_shape_that_takes_too_long_ends_and_the_next_follows(benchmarks, tmp_path):
+# The time limit of "endless" is over on rank 0 in its step END_STEP. Lines of progress are due after each step.
+END_IN_STEP = """
+import time
+from types import SimpleNamespace
+from benchmarks.harness import rank_series
+from megascale.bench import step_monitor
+from megascale.train.engine import Engine
+train_step = Engine.step
+offset = [0.0]
+def step(engine, read_batch, number, *arguments, **options):
+    offset[0] = 1000.0 if number >= END_STEP and engine.config.model.layers == 3 else 0.0
+    return train_step(engine, read_batch, number, *arguments, **options)
+Engine.step = step
+rank_series.time = SimpleNamespace(monotonic=lambda: time.monotonic() + offset[0], sleep=time.sleep)
+step_monitor.StepMonitor.__init__.__kwdefaults__["interval"] = 0.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("end_step", "layout", "processes"), [(5, "--parallel.tensor=2", 2), (5, "--parallel.data=1", 1), (2, "", 2)]
+)
+def test_a_shape_that_takes_too_long_ends_and_the_next_follows(tmp_path, end_step, layout, processes):
+    """The steps before the limit have figures. Without a timed step, the reason says how far the warm-up was."""
+    settings = f'arguments = ["tiny", "--model.layers=3", "{layout or "--parallel.tensor=2"}"]'
+    warmup = 1 if end_step > 2 else 100000000
     file = write_shapes(
         tmp_path,
-        'name = "endless"\narguments = ["tiny", "--parallel.tensor=2"]\nsteps = 100000000\nseconds = 1',
-        'name = "tensor"\narguments = ["tiny", "--parallel.tensor=2"]',
+        f'name = "endless"\n{settings}\nsteps = 100000000\nwarmup = {warmup}',
+        'name = "next"\narguments = ["tiny"]',
     )
-    result = benchmarks("shapes", file, "--nproc=2", "--device=cpu", "--out", tmp_path / "rows.json")
-    assert result.returncode == 0, result.stderr
-    failed, measured = read_rows(tmp_path / "rows.json")
-    assert "took longer than 1 s" in failed["failed"]
+    out = tmp_path / "rows.json"
+    words = ["shapes", file, f"--nproc={processes}", "--device=cpu", "--out", out]
+    before = END_IN_STEP.replace("END_STEP", str(end_step))
+    process = Forked(words, cwd=tmp_path, split=True, module=BENCHMARKS, before=before)
+    try:
+        output, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.wait() == 0, errors
+    row, measured = read_rows(out)
     assert measured["step_seconds"] > 0
+    assert "the first to end" not in errors  # the same processes go on
+    if end_step == 2:
+        assert "took longer than 60 s (warm-up step " in row["failed"]
+        assert "of 100000000" in row["failed"]
+        return
+    steps = len(row["all_step_seconds"])
+    assert steps >= 3
+    assert row["step_seconds"] > 0
+    assert "took longer than 60 s (timed step " in row["cut"]
+    assert "failed" not in row
+    assert f"endless (cut, {steps} steps)" in output
+    assert re.search(r"megascale endless: warm-up step 1 of 1, \d+\.\d{4} s per step", output)
+    assert re.search(r"megascale endless: timed step 3 of 100000000, \d+\.\d{4} s per step", output)
 
 
 def test_a_killed_rank_costs_its_shape_only(tmp_path):
@@ -263,6 +306,18 @@ def test_shapes_of_several_trainers_are_compared_by_the_median_of_turns(tmp_path
     assert figures["serial", "eager"]["ours_over_it"] == pytest.approx(1.2 / 1.1)
     assert figures["serial", "graphs"]["step_seconds"] is None
     assert len(rows) == 6
+
+
+def test_a_row_that_the_time_limit_cut_is_marked(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    figures = {"step_seconds": 1.5, "tokens_per_second_per_device": 10.0, "mfu": None, "peak_memory_gib": None}
+    figures |= {"gemm_flop_per_s": None, "all_step_seconds": [1.4, 1.6], "peer_settings": "all overlaps"}
+    row = {"shape": "a", "trainer": "megatron-core", "label": "", "cut": "rank 0: took longer than 170 s"} | figures
+    shapes = load_shapes(write_shapes(tmp_path, 'name = "a"\narguments = ["tiny"]'))
+    peer_shapes.print_comparison(make_comparison(shapes, [row]), [row])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.strip().startswith("megatron-core a (cut, 2 steps)  ") and "1.5000" in line for line in lines)
+    assert lines[-1].endswith("10 tokens/s per GPU, rank 0: took longer than 170 s")
 
 
 def test_a_trainer_that_takes_too_long_keeps_its_complete_rows(tmp_path, monkeypatch):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ BATCH = 6
 # Sections of settings that change neither the samples nor the arithmetic.
 SECTIONS_WITHOUT_NUMBERS = ("rendezvous.", "resilience.")
 PREPARED = "were made during the attempt before"  # in the start-up line of groups that were prepared
+_PART = re.compile(r"([a-zA-Z' ]+) (\d+\.\d\d)(?=[,;)]|$)")  # name and seconds of a part in a log line
 KINDS = {"kill-rank": 3, "kill-agent": 1}  # and how often each is drawn
 SECOND_LOSS = 0.2  # share of the losses during which another replica is lost
 LIMIT = 180.0  # seconds in which the missing replicas must have joined
@@ -172,6 +174,7 @@ def lose_replica(job: Launched, dice: random.Random, replicas: int) -> dict[str,
                 "last_step": joined.last_step_seconds,
                 "joining_ready": job.read_starts(),
                 "joining_left": job.read_leaves(),
+                "joining_first_step": {rank: lines[-1] for rank, lines in job.read_first_steps().items()},
                 "joining_groups": job.read_groups(),
             }
         if job.over():
@@ -286,6 +289,10 @@ def show(report: dict[str, Any]) -> None:
         prepared = sum(PREPARED in row["joining_groups"] for row in good)
         print(f"joins with groups that were made while the others trained: {prepared} of {len(good)}")
         print(f"mean seconds of a join by phase: {_average_phases(good)}")
+        for line in describe_parts(row["joining_left"] for row in good):
+            print(f"ms of leaving for a join, {line}")
+        for line in describe_parts(row["joining_ready"] for row in good):
+            print(f"ms of the state of a join, {line}")
         print(f"steps lost per loss: at most {max(row['lost_steps'] for row in good)}")
     if "steps" in report:
         print(f"largest relative difference of a loss in {report['steps']} steps: {report['loss_difference']:.1e}")
@@ -298,6 +305,28 @@ def _average_phases(rows: Sequence[dict[str, Any]]) -> str:
     phases = list(rows[0]["joining_phases"])
     means = [statistics.fmean(row["joining_phases"].get(phase, 0.0) for row in rows) for phase in phases]
     return ", ".join(f"{phase} {mean:.2f}" for phase, mean in zip(phases, means, strict=True))
+
+
+def describe_parts(lines_by_rank: Iterable[Mapping[str, str]]) -> list[str]:
+    """Return a line per section of ranks' log lines, with the milliseconds of each part.
+
+    A section begins with its name and a colon, and sections are separated by semicolons. Seconds are means over the
+    given joins, and of these means the longest of any rank.
+    """
+    seconds: dict[str, dict[str, dict[str, list[float]]]] = {}  # by section, part and rank
+    for lines in lines_by_rank:
+        for rank, line in lines.items():
+            for section in line.split(";"):
+                name, _, parts = section.strip().rpartition(": " if ": " in section else "(")
+                name = "all" if re.match(r"\d", name) else name
+                for part, value in _PART.findall(parts):
+                    by_rank = seconds.setdefault(name, {}).setdefault(part.strip(), {})
+                    by_rank.setdefault(rank, []).append(float(value))
+    texts = []
+    for name, parts_of_section in seconds.items():
+        longest = {part: max(map(statistics.fmean, ranks.values())) for part, ranks in parts_of_section.items()}
+        texts.append(f"{name}: " + ", ".join(f"{part} {value * 1e3:.0f}" for part, value in longest.items()))
+    return texts
 
 
 def _print_all(problems: Sequence[str]) -> None:

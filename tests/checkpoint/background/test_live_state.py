@@ -12,13 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megascale.checkpoint import Checkpointer, LoadReport
+from megascale.checkpoint import Checkpointer, LoadReport, find_stored_state, live_state
+from megascale.checkpoint.background.snapshot import Snapshots
 from megascale.checkpoint.live_state import LiveState
+from megascale.errors import TrainingError
 from tests.checkpoint.background.conftest import background, large_state, service_pid
 from tests.checkpoint.conftest import assert_same, blank, cut, logical_state, run_group
 
 SAVED_STEP = 5
 LOST_RANK = 1
+LIMIT = 30.0  # seconds, far above what a loaded machine needs
 
 
 def save_and_leave(rank: int, size: int, run: Path, tensors: dict[str, torch.Tensor] | None = None) -> LiveState:
@@ -67,6 +70,57 @@ def _join(rank: int, size: int, run: Path, kept_as: str) -> Any:
 def test_a_process_that_joins_receives_its_shards_from_the_others(run: Path, kept_as: str) -> None:
     results = run_group(4, _join, run, kept_as)
     assert results == [({"step": 9}, "running ranks", False)] * 4
+
+
+def _join_with_a_side_group(rank: int, size: int, run: Path, fails: bool) -> Any:
+    """Join as in `_join`. The exchange of shards waits until the staging memory is ready, or has failed."""
+    live = LiveState()
+    kept = logical_state(9)
+    if rank < size - 1:
+        shards = cut(kept, "flat", rank, size - 1)
+        live = LiveState(attempt=3, step=9, shards=shards, state={"step": 9} if rank == 0 else None)
+    side_group = dist.new_group(list(range(size)))
+    tensors = blank(logical_state())
+    checkpointer = Checkpointer(
+        background(memory_interval=1), run, cut(tensors, "flat", rank, size), side_group=side_group
+    )
+    fill = live_state._fill_from_processes
+
+    def fill_after_staging(*arguments: Any) -> None:
+        assert checkpointer._staging_thread is not None
+        checkpointer._staging_thread.join(LIMIT)
+        assert not checkpointer._staging_thread.is_alive()
+        fill(*arguments)
+
+    def fail(snapshots: Snapshots) -> None:
+        raise TrainingError(f"rank {rank} has no memory")
+
+    live_state._fill_from_processes = fill_after_staging
+    if fails:
+        Snapshots.open = fail  # type: ignore[method-assign]
+    stored = find_stored_state(checkpointer.config, run, checkpointer.peers)
+    checkpointer.load(live=live, stored=stored)
+    check_own_shards(tensors, 9, rank, size)
+    parts = checkpointer.staging_parts
+    try:
+        checkpointer.prepare()
+    except TrainingError as error:
+        checkpointer.leave()
+        return str(error)
+    assert checkpointer.staging_parts == parts
+    assert checkpointer.save(10, {"step": 10}, persist=False, wait=True)
+    checkpointer.before_update()
+    checkpointer.leave()
+    return parts.split(" ")[0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_staging_memory_is_prepared_during_the_exchange_of_shards(run: Path, fails: bool) -> None:
+    results = run_group(3, _join_with_a_side_group, run, fails)
+    if fails:
+        assert results == [f"rank {rank} has no memory" for rank in range(3)]
+    else:
+        assert results == ["plan"] * 3
 
 
 def _go_on_without(rank: int, size: int, run: Path) -> Any:

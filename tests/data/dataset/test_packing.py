@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megascale import config
+from megascale.data.dataset.held_out import HeldOut
 from megascale.data.dataset.indexed import IndexedDataset, IndexedWriter
 from megascale.data.dataset.packing import SamplePlan, assign_best_fit, make_plan, sort_distinct
-from megascale.data.dataset.samples import HeldOut, SampleSource
+from megascale.data.dataset.samples import SampleSource
 from megascale.data.loader.host_plan import HostPlan
 from megascale.errors import ConfigError, DataError
 from tests.data.dataset.test_sample_fields import FieldFile

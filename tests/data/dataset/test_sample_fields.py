@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from megascale import config
 from megascale.core.batch import SampleFields
 from megascale.data.dataset.formats import FORMATS
+from megascale.data.dataset.held_out import HeldOut
 from megascale.data.dataset.indexed import IndexedWriter
-from megascale.data.dataset.samples import HeldOut
 from megascale.data.dataset.token_file import TokenFile
 from megascale.data.loader.host_plan import HostPlan
 from megascale.errors import DataError

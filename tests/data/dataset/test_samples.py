@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from megascale import config
 from megascale.config import Config
-from megascale.data.dataset import samples
+from megascale.data.dataset import held_out
+from megascale.data.dataset.held_out import IGNORE, HeldOut
 from megascale.data.dataset.indexed import IndexedWriter
 from megascale.data.dataset.manifest import compute_bits_per_byte
-from megascale.data.dataset.samples import IGNORE, HeldOut
 from megascale.errors import ConfigError, DataError
 from tests.data.sample_sources import open_samples
 
@@ -139,7 +139,7 @@ def test_held_out_without_tokens_or_of_another_vocabulary(tmp_path: Path) -> Non
 
 
 def test_a_check_at_the_start_finds_a_bad_id_in_any_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "_CHECKED_TOKENS", 3)
+    monkeypatch.setattr(held_out, "_CHECKED_TOKENS", 3)
     HeldOut(write(tmp_path / "v", list(range(8))), 4, vocab_size=8).check_vocabulary()
     for location in range(8):
         tokens = [8 if i == location else i for i in range(8)]

@@ -12,15 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megascale.core.untrusted_files import LFS_POINTER
-from megascale.data.dataset import metered_files, sources
+from megascale.data.dataset import metered_files, parquet_rows, source_files, sources
 from megascale.data.dataset.formats import is_text
-from megascale.data.dataset.sources import (
-    cut_pieces,
-    find_files,
-    find_files_and_skipped,
-    read_documents,
-    replace_surrogates,
-)
+from megascale.data.dataset.source_files import cut_pieces, find_files, find_files_and_skipped
+from megascale.data.dataset.sources import read_documents, replace_surrogates
 from megascale.errors import DataError
 
 TEXTS = [f"text {i} " + "größer ✓\n" * (i % 7) for i in range(200)]
@@ -176,8 +171,8 @@ def test_json_that_is_not_one_record_per_line(tmp_path: Path, data: bytes, chunk
         (b'["a", "b"]', sources.NOT_RECORDS),
         (b"{ // a comment\n}", sources.NOT_JSON),
         (b"\xff\xfe[\x00]\x00", sources.NOT_JSON),
-        (b"[]", sources.EMPTY_FILE),
-        (b"", sources.EMPTY_FILE),
+        (b"[]", source_files.EMPTY_FILE),
+        (b"", source_files.EMPTY_FILE),
     ],
 )
 def test_json_without_records_is_left_out_and_counted(tmp_path: Path, data: bytes, reason: str) -> None:
@@ -289,11 +284,13 @@ LONG = json.dumps({"text": "y" * 900}).encode()
 )
 def test_a_record_beyond_the_limit_is_refused(tmp_path: Path, name: str, data: bytes, monkeypatch) -> None:
     """A few kilobytes may unpack to gigabytes without a line's end: what is held in memory has a limit."""
-    monkeypatch.setattr(sources, "RECORD_LIMIT", 800)
+    for module in (sources, source_files):
+        monkeypatch.setattr(module, "RECORD_LIMIT", 800)
     (tmp_path / name).write_bytes(data)
     with pytest.raises(DataError, match=r"a\.json.* is longer than 800 bytes, the limit for one record"):
         documents(tmp_path / name)
-    monkeypatch.setattr(sources, "RECORD_LIMIT", 1000)
+    for module in (sources, source_files):
+        monkeypatch.setattr(module, "RECORD_LIMIT", 1000)
     if data.count(b"}") or name.endswith(".gz"):
         assert "y" * 900 in documents(tmp_path / name)
 
@@ -303,7 +300,7 @@ def test_a_text_in_parquet_beyond_the_limit_is_refused(tmp_path: Path, monkeypat
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table({"text": ["a", "y" * 900]}), tmp_path / "a.parquet")
-    monkeypatch.setattr(sources, "_PARQUET_BATCH_BYTES", 1)  # rows are read one by one where they are long
+    monkeypatch.setattr(parquet_rows, "_PARQUET_BATCH_BYTES", 1)  # rows are read one by one where they are long
     assert documents(tmp_path / "a.parquet") == ["a", "y" * 900]
     monkeypatch.setattr(sources, "RECORD_LIMIT", 800)
     with pytest.raises(DataError, match="row 2 after the start of row group 0 is longer than 800 bytes"):
@@ -320,7 +317,7 @@ def test_a_text_file_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch) ->
     (tmp_path / "a.txt").write_bytes(b"y" * 900)
     assert documents(tmp_path / "a.txt") == ["y" * 900]
     (tmp_path / "a.txt").write_bytes(bytes(2000))  # what is not text is left out, however long it is
-    assert left_out(tmp_path / "a.txt") == {sources.NOT_UTF8: 1}
+    assert left_out(tmp_path / "a.txt") == {source_files.NOT_UTF8: 1}
 
 
 def test_a_small_file_takes_little_memory(tmp_path: Path) -> None:
@@ -401,7 +398,7 @@ def test_links_and_files_that_are_named_twice(tmp_path: Path) -> None:
     (tmp_path / "in" / "empty.jsonl").touch()
     files, skipped = find_files_and_skipped([tmp_path / "in", tmp_path / "in" / "sub" / "a.txt"])
     assert [file.name for file in files] == ["in/again.txt", "in/empty.jsonl", "in/sub/a.txt"]
-    assert skipped == {sources.FOLDER_LINK: 1, sources.EMPTY_FILE: 1, sources.NAMED_TWICE: 2}
+    assert skipped == {source_files.FOLDER_LINK: 1, source_files.EMPTY_FILE: 1, source_files.NAMED_TWICE: 2}
     (tmp_path / "other" / "b.txt").unlink()
     with pytest.raises(DataError, match=r"in/again\.txt is a link to .*b\.txt, which does not exist; restore"):
         find_files([tmp_path / "in"])
@@ -413,7 +410,7 @@ def test_links_and_files_that_are_named_twice(tmp_path: Path) -> None:
         ("a.jsonl.bz2", "files (.bz2 is not read: compress it with gzip or zstd instead)"),
         ("a.tar.gz", "files (.tar.gz is not read: unpack it)"),
         ("a.arrow", "files (.arrow is not read: convert it to parquet)"),
-        ("a.png", sources.NOT_UTF8),
+        ("a.png", source_files.NOT_UTF8),
     ],
 )
 def test_the_reason_for_leaving_out_a_binary_file_has_the_remedy(tmp_path: Path, name: str, reason: str) -> None:
@@ -422,7 +419,7 @@ def test_the_reason_for_leaving_out_a_binary_file_has_the_remedy(tmp_path: Path,
     [file] = find_files([tmp_path / name])
     [record] = read_documents(cut_pieces([file], 100)[0], "text")
     assert record.skipped == reason
-    assert sources.find_binary_reason(file) == ("" if name.endswith("gz") else reason)
+    assert source_files.find_binary_reason(file) == ("" if name.endswith("gz") else reason)
     (tmp_path / name).unlink()
     (tmp_path / "a.pt").write_text("português")  # a suffix alone does not make a file binary
     assert documents(tmp_path / "a.pt") == ["português"]
@@ -455,6 +452,17 @@ def test_a_key_that_occurs_twice_in_a_record_is_refused(tmp_path: Path) -> None:
     assert documents(file) == ["a"]
     file.write_text(file.read_text() + '{"text": "a", "text": null}\n')
     with pytest.raises(DataError, match=r"a\.jsonl, line 2 has the key 'text' twice; keep one"):
+        documents(file)
+
+
+@pytest.mark.parametrize("form", ["[%s, %s]", "%s %s"])
+def test_a_key_that_occurs_twice_in_a_record_of_a_list_is_refused(tmp_path: Path, form: str) -> None:
+    file = tmp_path / "a.json"
+    nested = '{"text": "a", "meta": {"text": "b", "x": {"text": 1}}, "about": "a \\"text\\""}'
+    file.write_text(form % (nested, nested))
+    assert documents(file) == ["a", "a"]
+    file.write_text(form % (nested, '{"text": "a", "text": null}'))
+    with pytest.raises(DataError, match=r"a\.json, record 2 has the key 'text' twice; keep one"):
         documents(file)
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from megascale import api
 from megascale.config import from_tree
 from megascale.data.dataset.description import describe_token_file
+from megascale.data.dataset.held_out import HeldOut
 from megascale.data.dataset.indexed import IndexedWriter
-from megascale.data.dataset.samples import HeldOut
 from megascale.data.dataset.tokenizer_agreement import RECORD, read_identity
 from megascale.data.prepare.builder import build
 from megascale.data.tokenizer.tokenizer import load_tokenizer

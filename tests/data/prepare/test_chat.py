@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.core.untrusted_files import LFS_POINTER
+from megascale.data.dataset.held_out import HeldOut
 from megascale.data.dataset.indexed import IndexedDataset
-from megascale.data.dataset.manifest import check_sampled_tokens
-from megascale.data.dataset.samples import HeldOut
+from megascale.data.dataset.manifest import check_sampled_tokens, read_manifest
 from megascale.data.prepare.chat_builder import build_chat
 from megascale.data.prepare.conversations import encode_lines, read_lines
 from megascale.data.tokenizer.chat_template import (
@@ -425,6 +426,35 @@ def test_special_tokens_that_the_vocabulary_lacks_are_refused(settings, source, 
     assert [note.partition("writes ")[2] for note in notes] == [
         "<|turn|>, which is not a token of the tokenizer, but several"
     ]
+
+
+def test_a_run_without_a_template_says_where_to_put_one(tmp_path) -> None:
+    """The command generate --chat has no option for a template."""
+    with pytest.raises(DataError, match=r"has no chat template .*; copy that of .* to .*chat_template\.jinja"):
+        load_chat_template(tmp_path)
+
+
+def test_a_date_that_the_template_writes_is_noted_and_kept(folder, tmp_path, megascale) -> None:
+    """A build has a single time, also if a day ends within it. Only dates that were written count."""
+    template = tmp_path / "dated.jinja"
+    template.write_text(
+        "{{ 'Today: ' + strftime_now('%d %B %Y') + '\n' }}{% if false %}{{ strftime_now('%H') }}{% endif %}" + SIMPLE
+    )
+    records = [{"messages": [TURNS[1], {"role": "assistant", "content": f"answer {i}"}]} for i in range(4)]
+    file = write(tmp_path / "a.jsonl", records)
+    words = ["data", "build", "--chat", file, "--tokenizer", folder, "--out", tmp_path / "out"]
+    result = megascale(*words, "--chat-template", template)
+    assert result.returncode == 0, result.stderr
+    manifest = read_manifest(tmp_path / "out")
+    [(pattern, date)] = manifest.template_dates.items()
+    assert pattern == "%d %B %Y"
+    assert abs(datetime.strptime(date, pattern) - datetime.now()) < timedelta(days=2)
+    assert " ".join(result.stdout.split()).count(f"wrote the date of this build ({date})") == 1
+    tokens = IndexedDataset(tmp_path / "out" / "train").stream
+    assert load_tokenizer(folder / "tokenizer.json").decode(tokens).count(f"Today: {date}") == 3
+    plain = build_chat(tmp_path / "plain", [file], tokenizer=folder).manifest
+    assert plain.template_dates == {}
+    assert plain.notes == []
 
 
 @pytest.mark.parametrize(

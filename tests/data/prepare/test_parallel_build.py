@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from megascale.data.dataset.indexed import IndexedDataset
-from megascale.data.dataset.sources import InputPiece
+from megascale.data.dataset.source_files import InputPiece
 from megascale.data.prepare import builder as building
 from megascale.data.prepare import worker_pool
 from megascale.data.prepare.builder import build

@@ -356,3 +356,29 @@ def test_an_error_in_the_training_text_is_raised() -> None:
 
     with pytest.raises(DataError, match="a file is damaged"):
         train_tokenizer(read_texts(), 300)
+
+
+@pytest.mark.parametrize(
+    ("pre_tokenizer", "normalizer", "adds_blank"),
+    [
+        (pre_tokenizers.ByteLevel(add_prefix_space=False), None, False),
+        (pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel()]), None, True),
+        (pre_tokenizers.Metaspace(prepend_scheme="first"), None, True),
+        (pre_tokenizers.Metaspace(prepend_scheme="never"), None, False),
+        (pre_tokenizers.Digits(), normalizers.Sequence([normalizers.Prepend("\u2581")]), True),
+    ],
+)
+def test_files_that_contradict_each_other_on_a_blank_are_refused(tmp_path, pre_tokenizer, normalizer, adds_blank):
+    """The releases of transformers follow different files, so neither is known to be the model's."""
+    library_tokenizer = Library(models.WordLevel({"<|endoftext|>": 0, "a": 1}, unk_token="<|endoftext|>"))
+    library_tokenizer.pre_tokenizer = pre_tokenizer
+    if normalizer is not None:
+        library_tokenizer.normalizer = normalizer
+    library_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    settings_file = tmp_path / "tokenizer_config.json"
+    for value in (adds_blank, None):
+        settings_file.write_text(json.dumps({"add_prefix_space": value}))
+        load_tokenizer(tmp_path / "tokenizer.json")
+    settings_file.write_text(json.dumps({"add_prefix_space": not adds_blank}))
+    with pytest.raises(DataError, match=r"tokenizer_config\.json has add_prefix_space=(true|false), .* set or remove"):
+        load_tokenizer(tmp_path / "tokenizer.json")

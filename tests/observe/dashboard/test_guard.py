@@ -218,6 +218,18 @@ def test_a_server_that_is_killed_leaves_nobody_behind(runs, tmp_path):
         (tmp_path / "out").write_text("")
 
 
+def test_a_query_process_never_receives_an_interruption():
+    """A Ctrl-C while the process imports would print a traceback. It blocks the signal until it ignores it."""
+    process = QueryProcess(Sources(dict, dict, dict))
+    try:
+        [pid] = process.pids
+        status = Path(f"/proc/{pid}/status").read_text()
+        masks = [int(value, 16) for value in re.findall(r"^Sig(?:Blk|Ign):\s*(\w+)$", status, re.MULTILINE)]
+        assert any(mask >> (signal.SIGINT - 1) & 1 for mask in masks)
+    finally:
+        process.close()
+
+
 def test_a_query_process_that_is_ended_leaves_no_thread():
     """One that still tidied up while the interpreter ends would print a traceback after Ctrl-C."""
     before = set(threading.enumerate())

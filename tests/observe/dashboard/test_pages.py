@@ -300,6 +300,39 @@ def test_charts_share_x_and_leave_the_first_step_out_of_y(page, special):
     assert page.get_by_label("Smoothing").input_value() == "0.9"
 
 
+# Presses, moves, and loses the pointer to the browser. The next move has no button pressed.
+CANCELLED = """
+(() => {
+  const calls = [];
+  const name = (kind) => (...values) => calls.push([kind, ...values]);
+  const on = m.followPointer({hover: name("hover"), drag: name("drag"), click: name("click"), drop: name("drop")});
+  const at = (x) => ({offsetX: x, offsetY: 0, pointerId: 1, currentTarget: {setPointerCapture() {}}});
+  for (const distance of [9, 1]) {
+    on.onpointerdown(at(0));
+    on.onpointermove(at(distance));
+    on.onpointercancel(at(distance));
+    on.onpointermove(at(20));
+  }
+  return calls;
+})()
+"""
+
+
+def test_a_pointer_that_the_browser_takes_ends_a_drag(page, address):
+    calls = evaluate(page, address, "canvas.js", CANCELLED)
+    assert calls == [["drag", 9, 0], ["drop"], ["hover", 20, 0], ["hover", 20, 0]]
+    loss = page.locator("figure", has=page.locator("figcaption span", has_text="loss")).first.locator("canvas")
+    box = loss.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.7, box["y"] + 60, steps=4)
+    loss.dispatch_event("pointercancel")
+    page.mouse.up()
+    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 60)
+    page.wait_for_selector(".told:visible")
+    assert "low=" not in page.url
+
+
 def test_averages_are_those_of_the_plot_command(page, address):
     values = [4.0, 1.0, 3.0, 2.0]
     drawn = evaluate(page, address, "line_chart.js", f"m.average({values}, 0.9)")

@@ -95,11 +95,11 @@ def test_a_driver_hears_that_ranks_have_ended_which_ended_just_now(tmp_path, mon
     """An agent that has seen its last rank end goes at once: the heartbeat that tells of it must not stay behind."""
 
     async def scene(driver: Driver, agent: Agent, rank: TrainerProcess, life: asyncio.Task[None]) -> None:
-        agent.trainers._server = object()  # type: ignore[assignment]
+        agent.trainers._fork_server.process = object()  # type: ignore[assignment]
         os.kill(os.getpid(), signal.SIGTERM)
         await wait_until(lambda: driver.beats[-1].leaving)
         assert not driver.beats[-1].is_finished
-        agent.trainers._server = None
+        agent.trainers._fork_server.process = None
         rank.end(130 << 8)
         await life
         await wait_until(lambda: driver.beats[-1].is_finished)
@@ -211,12 +211,12 @@ def test_an_agent_reports_how_long_killed_ranks_delay_a_stop(
 
     async def scene(driver: Driver, agent: Agent, rank: TrainerProcess, life: asyncio.Task[None]) -> None:
         rank.end(signal.SIGKILL)
-        agent.trainers._dying_pids.add(-1)
+        agent.trainers._dying.pids.add(-1)
         driver.channels[0].send_message(do="stop", epoch=1, order=7, how=how, grace_period=1.0)
         if how == "kill":
             await wait_until(lambda: agent._order_task is not None)
             assert not driver.messages
-            agent.trainers._dying_pids.clear()
+            agent.trainers._dying.pids.clear()
         await wait_until(lambda: driver.messages)
         agent.end_requested.set()
         await life

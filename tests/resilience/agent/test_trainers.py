@@ -27,7 +27,7 @@ from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.core.status import PARKED
 from megascale.observe.hang.evidence import read_process_state
 from megascale.resilience import rules
-from megascale.resilience.agent import process_usage, trainers
+from megascale.resilience.agent import early_processes, process_usage
 from megascale.resilience.agent.foreign_program import ForeignProgram
 from megascale.resilience.agent.rank_programs import MegascaleTrainer, Progress, TrainerProcess
 from megascale.resilience.agent.trainers import Trainers
@@ -68,7 +68,7 @@ def ended(tmp_path: Path, file: Path, *arguments: str, ranks: int = 1, port: int
         order = Start(1, 1, "tiny", tuple(range(ranks)), ranks, ("127.0.0.1", 0), text, arguments)
         try:
             async with asyncio.timeout(120):
-                while not local._is_server_ready and local._server is not None:
+                while not local._fork_server.is_ready and local._fork_server.process is not None:
                     changed.clear()
                     await changed.wait()
                 if before is not None:
@@ -90,7 +90,7 @@ def test_a_port_that_was_taken_is_nobodys_mistake(tiny, tmp_path):
         second.listen()
         port = second.getsockname()[1]
         # A signal that Slurm sends to all processes does not end the fork server, which would end its ranks.
-        before = lambda agent: agent._server.send_signal(signal.SIGTERM)
+        before = lambda agent: agent._fork_server.process.send_signal(signal.SIGTERM)
         [verdict] = ended(tmp_path, tiny, "--parallel.data=2", ranks=2, port=port, before=before)
     assert (verdict.kind, verdict.action, verdict.ranks) == ("port_taken", "recover", (0,)), verdict.evidence
 
@@ -100,7 +100,7 @@ def test_a_full_disk_is_known_though_the_log_could_not_be_written(tiny, tmp_path
 
     def fill(local: Trainers) -> None:
         # As `faults inject full-disk` does it; ranks inherit it from their fork server.
-        resource.prlimit(local._server.pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        resource.prlimit(local._fork_server.process.pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
         log = tmp_path / "runs" / "tiny" / "logs" / "rank-0.log"
         log.parent.mkdir(parents=True)
         log.write_text("x" * 5000 + "\n")
@@ -124,11 +124,11 @@ def given_environments(folder: Path, job: str, token: bytes) -> list[dict[str, s
     folder.mkdir()
     local = Trainers(folder / "runs" / job, folder, lambda: None)
     orders = FrameReader(TO_FORK_SERVER)
-    local._socket, theirs = socket.socketpair()
+    local._fork_server._socket, theirs = socket.socketpair()
     with theirs:
         local.start(Start(1, 1, job, (0, 1), 2, ("127.0.0.1", 1), ""), "127.0.0.1", token)
         result = [order.env for order in orders.feed(theirs.recv(1 << 20))]
-        local._socket.close()
+        local._fork_server._socket.close()
     return result
 
 
@@ -194,8 +194,8 @@ def test_a_fork_server_uses_its_idle_time_and_still_forks(tmp_path):
 
 def test_ranks_that_die_with_their_fork_server_are_told_of_it(tiny, tmp_path):
     def kill_soon(local: Trainers) -> None:
-        local._handle_report = lambda message: (
-            os.kill(local._server.pid, signal.SIGKILL) if isinstance(message, Forked) else None
+        local._fork_server.on_report = lambda message: (
+            os.kill(local._fork_server.process.pid, signal.SIGKILL) if isinstance(message, Forked) else None
         )
 
     [verdict] = ended(tmp_path, tiny, before=kill_soon)
@@ -244,13 +244,13 @@ def test_a_fork_server_whose_answers_cannot_be_read_is_replaced_with_its_ranks(t
     async def run() -> TrainerProcess:
         changed = asyncio.Event()
         local = Trainers(tmp_path / "runs" / "tiny", tmp_path, changed.set)
-        monkeypatch.setattr(local, "_handle_report", lambda message: 1 / 0)
-        server = local._server = subprocess.Popen(["sleep", "60"])
+        monkeypatch.setattr(local._fork_server, "on_report", lambda message: 1 / 0)
+        server = local._fork_server.process = subprocess.Popen(["sleep", "60"])
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        local._socket = ours
+        local._fork_server._socket = ours
         rank = local.trainers[0] = TrainerProcess(0, tmp_path / "log", 0, pid=1)
-        listening = asyncio.create_task(local._read_reports(ours))
+        listening = asyncio.create_task(local._fork_server._read_reports(ours))
         theirs.sendall(FROM_FORK_SERVER.encode_frame(ForkServerReady(pid=1)))
         async with asyncio.timeout(30):
             await listening
@@ -287,12 +287,12 @@ def test_a_replacement_is_started_at_once_and_ended_if_the_order_does_not_suit_i
         async def kill_and_wait() -> int:
             await wait_until(lambda: local.trainers[0].pid)
             os.kill(local.trainers[0].pid, signal.SIGKILL)
-            await wait_until(lambda: local._early_pids.get(0))
-            return local._early_pids[0]
+            await wait_until(lambda: local._early.pids.get(0))
+            return local._early.pids[0]
 
         try:
             async with asyncio.timeout(240):
-                await wait_until(lambda: local._is_server_ready)
+                await wait_until(lambda: local._fork_server.is_ready)
                 local.start(order, "127.0.0.1", b"t" * 64)
                 first = await kill_and_wait()
                 local.start(replace(order, attempt=2), "127.0.0.1", b"t" * 64)
@@ -316,15 +316,15 @@ _UNUSED_PID = 1 << 23  # above the largest process id of Linux
 @pytest.mark.parametrize("is_second", [False, True])
 def test_a_replacement_that_no_attempt_takes_is_ended(is_second, tmp_path, monkeypatch):
     """Its node may stay without ranks; or the rank has a waiting process already."""
-    monkeypatch.setattr(trainers, "EARLY_SECONDS", 1000.0 if is_second else 0.01)
+    monkeypatch.setattr(early_processes, "EARLY_SECONDS", 1000.0 if is_second else 0.01)
 
     async def run() -> tuple[int, dict[int, int]]:
         local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
-        local._early_pids = {0: _UNUSED_PID if is_second else 0}
+        local._early.pids = {0: _UNUSED_PID if is_second else 0}
         process = await asyncio.create_subprocess_exec("sleep", "100")
         local._handle_report(Forked(rank=0, pid=process.pid, attempt=0))
         try:
-            return await asyncio.wait_for(process.wait(), 30), local._early_pids
+            return await asyncio.wait_for(process.wait(), 30), local._early.pids
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -355,7 +355,7 @@ def test_processes_that_another_trainer_started_end_with_it(end, tmp_path):
             if end == "kill_from_thread":
                 local.kill_from_thread("a test")
             if end == "the server is killed":
-                local._server.kill()
+                local._fork_server.process.kill()
                 async with asyncio.timeout(60):
                     while local.list_running():
                         await asyncio.sleep(0.02)
@@ -392,7 +392,7 @@ def test_a_kill_is_known_before_the_process_is_reaped(tmp_path):
     """The kernel frees tens of gigabytes for seconds before the fork server learns of the end."""
     changes = []
     local = Trainers(tmp_path / "runs" / "a", tmp_path, lambda: changes.append(1))
-    local._server = mock.Mock(pid=os.getpid(), **{"poll.return_value": None})
+    local._fork_server.process = mock.Mock(pid=os.getpid(), **{"poll.return_value": None})
     children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)] + [subprocess.Popen(["false"])]
     local.trainers = {
         rank: TrainerProcess(rank, tmp_path / "log", 0, pid=child.pid) for rank, child in enumerate(children)
@@ -408,7 +408,7 @@ def test_a_kill_is_known_before_the_process_is_reaped(tmp_path):
         exits.run_until_complete(asyncio.wait_for(local.await_exits("kill"), 0.05))
     # Only the replacement waits if the other ranks stay in their processes.
     exits.run_until_complete(asyncio.wait_for(local.await_exits("keep"), 30))
-    assert local._dying_pids == {children[0].pid}
+    assert local._dying.pids == {children[0].pid}
     ended = local.trainers[0].ended
     last_words = ExitRecord(ExitKind.OUT_OF_MEMORY, step=3)
     local._handle_report(Ended(children[0].pid, signal.SIGKILL, last_words, "MemoryError: 2 GiB"))
@@ -417,7 +417,7 @@ def test_a_kill_is_known_before_the_process_is_reaped(tmp_path):
     assert (local.trainers[0].record, local.trainers[0].error) == (last_words, "MemoryError: 2 GiB")
     assert local.trainers[0].ended == ended  # the end began with the kill
     assert len(changes) == 2
-    local._server.poll.return_value = -signal.SIGKILL
+    local._fork_server.process.poll.return_value = -signal.SIGKILL
     children[1].kill()
     os.waitid(os.P_PID, children[1].pid, os.WEXITED | os.WNOWAIT)
     local.note_kills()
@@ -454,7 +454,7 @@ def test_prepared_processes_wait_on_for_a_later_attempt(tmp_path: Path) -> None:
 def test_ranks_receive_the_order_to_prepare_groups(is_joining: bool, tmp_path: Path) -> None:
     local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
     agent_end, server_end = socket.socketpair()
-    local._socket, local._is_preparing, local.attempt = agent_end, is_joining, 2
+    local._fork_server._socket, local._is_preparing, local.attempt = agent_end, is_joining, 2
     local.trainers = {3: TrainerProcess(3, tmp_path / "log", 0, pid=5), 4: TrainerProcess(4, tmp_path / "log", 0)}
     local.trainers[4].end(9)
     local.trainers[3].progress = Progress(PARKED)
@@ -532,8 +532,8 @@ def test_a_replacement_learns_which_killed_processes_have_not_ended(tmp_path: Pa
     order = Start(1, 2, "tiny", (0, 1), 2, ("127.0.0.1", 1), "", ())
     agent_end, server_end = socket.socketpair()
     local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
-    local._socket = agent_end
-    local._start_order, local.attempt, local._dying_pids = order, 2, {77, 78}
+    local._fork_server._socket = agent_end
+    local._start_order, local.attempt, local._dying.pids = order, 2, {77, 78}
     parked = TrainerProcess(0, tmp_path / "log", 0, pid=5, progress=Progress(PARKED))
     killed = TrainerProcess(1, tmp_path / "log", 0, pid=77, status=signal.SIGKILL)
     local.trainers = {0: parked, 1: killed}
@@ -557,17 +557,17 @@ def test_processes_of_a_new_fork_server_learn_of_those_that_died_under_the_old_o
     order = Start(1, 2, "tiny", (0,), 1, ("127.0.0.1", 1), "", ())
     local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
     dying = subprocess.Popen(["sleep", "600"])
-    local._dying_pids = {dying.pid, _UNUSED_PID}
+    local._dying.pids = {dying.pid, _UNUSED_PID}
     agent_end, server_end = socket.socketpair()
     with agent_end, server_end:
         try:
             local.end_server()
             asyncio.run(asyncio.wait_for(local.await_exits("kill"), 30))  # no report would end this wait
             # Another process has the id of the process that had ended by then.
-            assert local._unreported_births == {dying.pid: read_birth_time(dying.pid), _UNUSED_PID: 0}
-            local._unreported_births[os.getpid()] = local._unreported_births.pop(_UNUSED_PID)
+            assert local._dying._unreported_births == {dying.pid: read_birth_time(dying.pid), _UNUSED_PID: 0}
+            local._dying._unreported_births[os.getpid()] = local._dying._unreported_births.pop(_UNUSED_PID)
             for attempt in (3, 4):
-                local._socket = agent_end
+                local._fork_server._socket = agent_end
                 local.start(replace(order, attempt=attempt), "127.0.0.1", b"t" * 64)
                 local.trainers = {}
         finally:
@@ -584,12 +584,12 @@ def test_replacements_learn_of_ranks_that_ended_with_their_fork_server(tmp_path:
     local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
     processes = [subprocess.Popen(["sleep", "600"]) for _ in range(3)]
     server, rank, early = processes
-    local._server = server
+    local._fork_server.process = server
     local.trainers = {
         0: TrainerProcess(0, tmp_path / "log", 0, pid=rank.pid, progress=Progress("train")),
         1: TrainerProcess(1, tmp_path / "log", 0, pid=_UNUSED_PID, status=0),
     }
-    local._early_pids = {0: early.pid, 1: 0}
+    local._early.pids = {0: early.pid, 1: 0}
     try:
         if ends_by_itself:
             server.kill()
@@ -598,13 +598,13 @@ def test_replacements_learn_of_ranks_that_ended_with_their_fork_server(tmp_path:
         assert local.trainers[0].status == signal.SIGKILL
         agent_end, server_end = socket.socketpair()
         with agent_end, server_end:
-            local._socket = agent_end
+            local._fork_server._socket = agent_end
             local.start(replace(order, attempt=3), "127.0.0.1", b"t" * 64)
             forks = FrameReader(TO_FORK_SERVER).feed(server_end.recv(1 << 20))
         expected = ",".join(str(pid) for pid in sorted([rank.pid, early.pid]))
         assert [fork.env[DYING_VARIABLE] for fork in forks] == [expected] * 2
-        local._unreported_births = {rank.pid: 1}  # another process has this process id by now
-        assert local._list_dying_processes() == ([] if read_birth_time(rank.pid) else [rank.pid])
+        local._dying._unreported_births = {rank.pid: 1}  # another process has this process id by now
+        assert local._dying.list_all() == ([] if read_birth_time(rank.pid) else [rank.pid])
     finally:
         for process in processes:
             process.kill()
@@ -623,7 +623,7 @@ def test_replacements_learn_of_the_ranks_of_a_killed_agent(tmp_path: Path) -> No
         local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
         agent_end, server_end = socket.socketpair()
         with agent_end, server_end:
-            local._socket = agent_end
+            local._fork_server._socket = agent_end
             local.start(order, "127.0.0.1", b"t" * 64)
             forks = FrameReader(TO_FORK_SERVER).feed(server_end.recv(1 << 20))
         expected = ",".join(str(pid) for pid in sorted(process.pid for process in ranks))
@@ -656,7 +656,7 @@ def test_a_standby_process_that_ends_is_not_started_again_in_its_attempt(tmp_pat
 
     try:
         with agent_end, server_end:
-            local._server, local._socket = server, agent_end
+            local._fork_server.process, local._fork_server._socket = server, agent_end
             local.start(order, "127.0.0.1", b"t" * 64)
             assert train_a_step() == [0, 1]
             local._handle_report(Ended(_UNUSED_PID + 11, 1 << 8, error="CUDA error: out of memory"))
@@ -686,11 +686,11 @@ def test_a_standby_process_replaces_a_killed_rank_and_gets_a_successor(tiny: Pat
         order = Start(1, 1, "tiny", (0,), 1, ("127.0.0.1", 1), tiny.read_text(), words)
 
         async def wait_for_standby() -> int:
-            while not local._early_pids.get(0):
+            while not local._early.pids.get(0):
                 local.read_stages()
                 await asyncio.sleep(0.02)
             assert local.trainers[0].has_stepped
-            return local._early_pids[0]
+            return local._early.pids[0]
 
         trainer_pids, standby_pids = [], []
         try:
@@ -700,10 +700,10 @@ def test_a_standby_process_replaces_a_killed_rank_and_gets_a_successor(tiny: Pat
                     standby_pids.append(await wait_for_standby())
                     trainer_pids.append(local.trainers[0].pid)
                     os.kill(local.trainers[0].pid, signal.SIGKILL)
-                    while local.list_running() or local._dying_pids:
+                    while local.list_running() or local._dying.pids:
                         local.read_stages()
                         await asyncio.sleep(0.02)
-                    assert local._early_pids[0] == standby_pids[-1]  # no further process is started for it
+                    assert local._early.pids[0] == standby_pids[-1]  # no further process is started for it
             return trainer_pids, standby_pids
         finally:
             local.end_server()
@@ -720,11 +720,11 @@ def test_standby_processes_of_ranks_that_stay_are_kept(has_standby: bool, tmp_pa
     local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None, limits=limits)
     local._start_order = order
     sleepers = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
-    local._early_pids = {0: sleepers[0].pid, 1: sleepers[1].pid}
+    local._early.pids = {0: sleepers[0].pid, 1: sleepers[1].pid}
     try:
         used = local._take_early_processes(replace(order, attempt=3), {0: 5, 2: 6})
         assert used == {1: sleepers[1].pid}
-        assert local._early_pids == ({0: sleepers[0].pid} if has_standby else {})
+        assert local._early.pids == ({0: sleepers[0].pid} if has_standby else {})
         if not has_standby:
             assert sleepers[0].wait(30) == -signal.SIGKILL
         assert sleepers[1].poll() is None
@@ -740,7 +740,7 @@ def test_an_early_process_of_another_gpu_is_not_used(tmp_path: Path) -> None:
     local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
     local._start_order = order
     sleeper = subprocess.Popen(["sleep", "600"])
-    local._early_pids = {3: sleeper.pid}
+    local._early.pids = {3: sleeper.pid}
     try:
         assert local._take_early_processes(replace(order, attempt=3, ranks=(3, 4)), {}) == {}
         assert sleeper.wait(30) == -signal.SIGKILL

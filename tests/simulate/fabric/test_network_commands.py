@@ -59,6 +59,12 @@ def test_ecmp_prints_both_forms():
     assert "closed form" in network("ecmp", *SMALL, "--draws", "20", "--queue-pairs", "1")
 
 
+def test_commands_that_take_long_say_on_a_terminal_what_they_do(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "hashing the flows 20 times" in network("ecmp", *SMALL, "--draws", "20", "--queue-pairs", "1")
+    assert "simulating the groups of 256 GPUs" in network("flows", *MODEL_ON_SMALL)
+
+
 def test_tune_writes_the_environment(tmp_path):
     out = tmp_path / "network.env"
     assert "certainty" in network("tune", "--flaps", "3", "--out", str(out), "--plot", str(tmp_path / "f.png"))

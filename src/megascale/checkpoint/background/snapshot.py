@@ -65,6 +65,7 @@ from megascale.checkpoint.storage.base import PAGE
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import CheckpointConfig
 from megascale.core.exit_record import ExitKind, attach_record, find_exit_record
+from megascale.core.stopwatch import Stopwatch
 from megascale.errors import FitError, MegascaleError, TrainingError
 from megascale.services.conversation import Conversation, close_descriptors
 
@@ -114,6 +115,9 @@ class Snapshots:
             process, whose shards may be larger, then need no new memory.
         check: called while a method waits for the service. It raises an error if the process must leave the attempt.
 
+    Attributes:
+        stopwatch: seconds of the construction and of `open` by part.
+
     Raises:
         TrainingError: the shards do not cover the tensors.
     """
@@ -133,6 +137,7 @@ class Snapshots:
         reserve: float = 1.0,
         check: Callable[[], None] = lambda: None,
     ) -> None:
+        self.stopwatch = Stopwatch()
         self.peers = peers
         self._check = check
         self.slot_count = count_slots(config)
@@ -143,6 +148,7 @@ class Snapshots:
         self._service_folder = service_protocol.private_folder(run)
         self._log_file = run / "logs" / "checkpoint-service.log"
         self.file_layout, plan = agree_on_plan(peers, shards)
+        self.stopwatch.end_phase("plan")
         start_values = None  # generation, identity of the folder and size of a checkpoint, from the first process
         if plan is not None:
             identity = folders.read_identity(self.storage, create=True)
@@ -150,6 +156,7 @@ class Snapshots:
             generation = folders.make_generation(self.storage, max(base_sequence, last_sequence))
             start_values = (generation, identity, plan.size)
         self.generation, self.identity, self.required_bytes = peers.broadcast(start_values, tuple[str, str, int] | None)
+        self.stopwatch.end_phase("number")
         chunks = cut_chunks(shards)
         self._chunks = [chunks[i] for i in self.file_layout.chunks.tolist()]
         self._index = make_rank_index(shards, self.file_layout, peers.rank)
@@ -158,6 +165,7 @@ class Snapshots:
             # The service replaces BLANK by the generation of each save.
             blank_index = plan.index.with_generation(BLANK, plan.index.columns["crc"])
             self._plan = (plan.index.to_bytes(), make_torch_metadata(blank_index))
+        self.stopwatch.end_phase("index")
         self._device = next((s.tensor.device for s in shards if s.tensor.is_cuda), torch.device("cpu"))
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
@@ -486,6 +494,7 @@ class Snapshots:
             self._token, problem = agree_on_token(self.peers, self.storage.url, self.identity)
             if problem:
                 return problem
+        self.stopwatch.end_phase("token")
         host = _HostService("", "", 0, "")
         try:
             self._connection = self._connect()
@@ -495,6 +504,7 @@ class Snapshots:
             host = _HostService(registered.service, address, registered.port, self._domain)
         except (OSError, TrainingError) as error:
             problem = f"the checkpoint service of a host cannot be reached: {error}"
+        self.stopwatch.end_phase("service")
         answers = self.peers.all_gather((problem, host), tuple[str | None, _HostService])
         problem = next((text for text, _ in answers if text), None)
         if problem:
@@ -504,7 +514,9 @@ class Snapshots:
         if self._config.replicas and self.peers.rank == 0:
             warn_if_reachable([(rank_host.address, rank_host.port) for rank_host in hosts])
         self._peer = self._find_peer_address(hosts, host.name)
+        self.stopwatch.end_phase("hosts")
         problem = self._allocate()
+        self.stopwatch.end_phase("others' memory")
         if problem:
             return problem
         self._closing.clear()
@@ -516,6 +528,7 @@ class Snapshots:
         ]
         if self.memory <= _WAIT_AT_START_BYTES:
             self.wait_for_memory()
+        self.stopwatch.end_phase("pages")
         self._watcher = _start_thread(self._watch_commits) if self.peers.rank == 0 else None
         return None
 
@@ -575,6 +588,7 @@ class Snapshots:
                 f"({error}): each process there needs checkpoint.slots x {size:,} bytes of host memory. Lower "
                 f"checkpoint.slots={self.slot_count}, or set checkpoint.background=false"
             )
+        self.stopwatch.end_phase("memory")
         generations = tuple(slot.generation for slot in self._slots)
         answers = self.peers.all_gather((problem, generations), tuple[str | None, tuple[str, ...]])
         self._failed_rank = next((rank for rank, (text, _) in enumerate(answers) if text), -1)

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from megascale.config import DataConfig
 from megascale.core.atomic_files import write_atomically
-from megascale.data.dataset import manifest, sources
+from megascale.data.dataset import manifest, source_files, sources
 from megascale.data.dataset.file_hash import fingerprint_file
 from megascale.data.dataset.formats import is_text, list_token_files, open_tokens
-from megascale.data.dataset.samples import HeldOut, find_fields
+from megascale.data.dataset.held_out import HeldOut
+from megascale.data.dataset.samples import find_fields
 from megascale.data.dataset.token_file import too_short_error
 from megascale.data.dataset.tokenizer_agreement import (
     check_run_tokenizer,
@@ -95,7 +96,7 @@ def fingerprint_sources(data: DataConfig) -> dict[str, str]:
     files: list[Path] = []
     for entry in data.train:
         if is_text(entry):
-            files += [source.path for source in sources.find_files([Path(entry)])]
+            files += [source.path for source in source_files.find_files([Path(entry)])]
         else:
             files += list_token_files(entry)
     if any(map(is_text, data.train)):
@@ -157,9 +158,9 @@ def list_skipped_text(data: DataConfig) -> list[str]:
     entries = [Path(entry) for entry in data.train if is_text(entry)]
     if not entries:
         return []
-    files, skipped = sources.find_files_and_skipped(entries)
+    files, skipped = source_files.find_files_and_skipped(entries)
     for file in files:
-        if reason := sources.find_binary_reason(file):
+        if reason := source_files.find_binary_reason(file):
             skipped[reason] = skipped.get(reason, 0) + 1
     if not skipped:
         return []
@@ -253,7 +254,7 @@ def check_text(data: DataConfig) -> list[str]:
     tokenizer = load_run_tokenizer(data) if entries else None
     if tokenizer is None or not tokenizer.loses_text:
         return []
-    pieces = sources.cut_pieces(sources.find_files(entries), _SAMPLE_CHARACTERS)
+    pieces = source_files.cut_pieces(source_files.find_files(entries), _SAMPLE_CHARACTERS)
     size = lost = 0
     for piece in pieces[:: max(1, len(pieces) // _SAMPLE_PIECES)]:
         with closing(sources.read_documents(piece, data.text_key)) as records:

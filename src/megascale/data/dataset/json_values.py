@@ -30,7 +30,27 @@ class TooLongError(ValueError):
     """A value is longer than the limit."""
 
 
-def read_values(chunks: Iterable[tuple[bytes, int]], limit: int) -> Iterator[JsonValue]:
+class RepeatedKeyError(ValueError):
+    """An object has the key of the text twice, so that a reader would silently take the last text."""
+
+
+def quote_key(key: str) -> set[str]:
+    """Return the key as JSON writes it: with characters beyond ASCII as they are, and as escapes."""
+    return {json.dumps(key, ensure_ascii=is_ascii) for is_ascii in (False, True)}
+
+
+def has_repeated_key(text: str | bytes, key: str) -> bool:
+    """Return whether the JSON object `text` has the key twice. Objects within it do not count."""
+
+    def count_key(pairs: list[tuple[str, Any]]) -> int:
+        return sum(1 for name, _ in pairs if name == key)
+
+    # The hook is also called for objects within the record, whose results are values of the pairs.
+    key_count = json.loads(text, object_pairs_hook=count_key)
+    return isinstance(key_count, int) and key_count > 1
+
+
+def read_values(chunks: Iterable[tuple[bytes, int]], limit: int, key: str | None = None) -> Iterator[JsonValue]:
     """Yield the values of a file; in place of a list at the top level, its elements.
 
     Memory holds one value at a time.
@@ -38,10 +58,12 @@ def read_values(chunks: Iterable[tuple[bytes, int]], limit: int) -> Iterator[Jso
     Args:
         chunks: (chunk of the file, bytes of input that it took).
         limit: largest number of characters of a value.
+        key: key that may occur once per object; None for no check.
 
-    Raises ValueError for contents that are not JSON in UTF-8, and TooLongError for a value beyond the limit.
+    Raises ValueError for contents that are not JSON in UTF-8, TooLongError for a value beyond the limit, and
+    RepeatedKeyError for an object that has `key` twice.
     """
-    reader = _Reader(chunks, limit)
+    reader = _Reader(chunks, limit, key)
     while first := reader.peek():
         if first != "[":
             yield JsonValue(reader.take_value(), is_element=False, input_bytes=reader.take_input_bytes())
@@ -65,9 +87,13 @@ def read_values(chunks: Iterable[tuple[bytes, int]], limit: int) -> Iterator[Jso
 class _Reader:
     """Buffer of decoded text with a position, filled from chunks of bytes as needed."""
 
-    def __init__(self, chunks: Iterable[tuple[bytes, int]], limit: int) -> None:
+    def __init__(self, chunks: Iterable[tuple[bytes, int]], limit: int, key: str | None) -> None:
         self._chunks = iter(chunks)
         self._limit = limit
+        self._key = key
+        self._quoted_forms: set[str] = set()
+        if key is not None:
+            self._quoted_forms = quote_key(key)
         self._utf8 = codecs.getincrementaldecoder("utf-8-sig")()
         self._json = json.JSONDecoder()
         self._text = ""
@@ -95,7 +121,7 @@ class _Reader:
         self._position += 1
 
     def take_value(self) -> Any:
-        """Return the next value and move behind it. Raises ValueError and TooLongError as `read_values`."""
+        """Return the next value and move behind it. Raises the errors of `read_values`."""
         self.peek()
         while True:
             try:
@@ -117,8 +143,15 @@ class _Reader:
             else:
                 if stop - self._position > self._limit:
                     raise TooLongError
+                self._check_key(self._position, stop)
                 self._position = stop
                 return value
+
+    def _check_key(self, start: int, stop: int) -> None:
+        """Raise RepeatedKeyError if the value in this range of the buffer is an object with the key twice."""
+        occurrences = sum(self._text.count(quoted, start, stop) for quoted in self._quoted_forms)
+        if self._key is not None and occurrences > 1 and has_repeated_key(self._text[start:stop], self._key):
+            raise RepeatedKeyError
 
     def _read_more(self, characters: int) -> bool:
         """Read at least `characters` more characters, and drop those before the position; return False at the end."""

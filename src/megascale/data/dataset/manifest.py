@@ -125,6 +125,7 @@ class Manifest:
         version: version of megascale that built the data set.
         format: version of the manifest's format.
         notes: remarks for the report of the build.
+        template_dates: dates that the chat template has written into conversations, by the pattern of `strftime_now`.
     """
 
     sources: list[str]
@@ -136,6 +137,7 @@ class Manifest:
     version: str = ""
     format: int = FORMAT
     notes: list[str] = field(default_factory=list)
+    template_dates: dict[str, str] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         """Write the manifest atomically."""

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megascale.config import DataConfig
-from megascale.core.batch import NO_FIELDS, Batch, SampleFields
+from megascale.core.batch import NO_FIELDS, SampleFields
 from megascale.data.dataset.file_hash import fingerprint_file
 from megascale.data.dataset.formats import find_sample_fields, is_text, list_token_files, open_tokens
 from megascale.data.dataset.metered_files import Meter
@@ -38,14 +38,11 @@ from megascale.data.dataset.sample_fields import (
     restart_positions,
 )
 from megascale.data.dataset.sample_order import MIN_WEIGHT_SHARE, Blend, derive_key, permute
-from megascale.data.dataset.token_file import TokenFile, too_short_error
+from megascale.data.dataset.token_file import TokenFile, check_token_ids, too_short_error
 from megascale.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from megascale.data.dataset.text_stream import TextStream
-
-IGNORE = -100  # target that the loss leaves out
-_CHECKED_TOKENS = 1 << 23  # tokens checked at a time
 
 
 def hash_sample_ids(ids: NDArray[np.int64]) -> int:
@@ -53,24 +50,11 @@ def hash_sample_ids(ids: NDArray[np.int64]) -> int:
     return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "big")
 
 
-def check_token_ids(setting: str, file: str, tokens: NDArray, first: int, vocab_size: int | None) -> None:
-    """Raise DataError naming the first token id outside the vocabulary, and its position.
-
-    Args:
-        setting: the key or option that named the file.
-        file: name of the file.
-        tokens: part of the file's tokens, integers [tokens].
-        first: position of `tokens[0]` in the file.
-        vocab_size: ids must be below this; None accepts all ids.
-    """
-    if vocab_size is None or not len(tokens) or (tokens.min() >= 0 and tokens.max() < vocab_size):
-        return
-    position = int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
-    raise DataError(
-        f"{setting}: {file} holds token id {tokens[position]} and model.vocab_size={vocab_size} (token "
-        f"{first + position:,} of the file; ids are 0 to {vocab_size - 1}); the file was made with another tokenizer, "
-        "or is damaged: set model.vocab_size to the size of that tokenizer's vocabulary, or build the data again"
-    )
+def _stack_columns(columns: Sequence[NDArray]) -> NDArray | None:
+    """Return the arrays as columns of one array, or None without arrays."""
+    if not columns:
+        return None
+    return np.stack(columns, axis=1)
 
 
 def find_fields(data: DataConfig, sequence_length: int) -> SampleFields:
@@ -144,7 +128,9 @@ class SampleSource:
                 f"data.weights={weights}: {min(weights)} is less than {MIN_WEIGHT_SHARE:g} of their sum; leave that "
                 "file out"
             )
-        self._blend = Blend(weights) if weights is not None else None
+        self._blend: Blend | None = None
+        if weights is not None:
+            self._blend = Blend(weights)
         self._window_stops = np.cumsum(self._window_counts, dtype=np.int64)
         self.windows = int(self._window_stops[-1])
         self.tokens = sum(file.tokens for file in self.files)
@@ -174,11 +160,14 @@ class SampleSource:
         from megascale.data.dataset.text_stream import TextStream
 
         inputs = [Path(entry) for entry in entries]
+        seed: int | None = None  # text is read in the order of the files
+        if self.data.shuffle:
+            seed = derive_key(self._seed, file_index)
         return TextStream(
             inputs,
             self.data,
             self.sequence_length,
-            seed=derive_key(self._seed, file_index) if self.data.shuffle else None,
+            seed=seed,
             index=self._index,
             meter=self.meter,
         )
@@ -350,8 +339,11 @@ class SampleSource:
             return Samples(tokens)
         if self._document_readers:
             return self._read_documents(tokens, first_sample, count)
-        fields, reader = self.fields, self._fields_reader
-        weights, positions, boundaries = [], [], []
+        fields = self.fields
+        reader = self._fields_reader
+        weights = []
+        positions = []
+        boundaries = []
         for file, start in self._find_samples(first_sample, count):
             if fields.loss_weights:
                 weights.append(reader.read_weights(file, start + 1, self.sequence_length))
@@ -361,14 +353,15 @@ class SampleSource:
                 boundaries.append(reader.read_boundaries(file, start))
         return Samples(
             tokens,
-            loss_weights=np.stack(weights, axis=1) if weights else None,
-            positions=np.stack(positions, axis=1) if positions else None,
-            document_boundaries=np.stack(boundaries, axis=1) if boundaries else None,
+            loss_weights=_stack_columns(weights),
+            positions=_stack_columns(positions),
+            document_boundaries=_stack_columns(boundaries),
         )
 
     def _read_documents(self, tokens: NDArray[np.int64], first_sample: int, count: int) -> Samples:
         """Return samples with document boundaries, positions that restart at each document, and loss weights."""
-        weights, boundaries = [], []
+        weights = []
+        boundaries = []
         for _, file_index, window in self.find_sample_ids(first_sample, count).tolist():
             weights.append(self._document_readers[file_index].read_weights(window))
             boundaries.append(self._document_readers[file_index].read_boundaries(window))
@@ -396,213 +389,6 @@ class SampleSource:
         samples: list[tuple[TokenFile | None, int]] = []
         for _, file_index, window in self.find_sample_ids(first_sample, count).tolist():
             file = self.files[file_index]
-            samples.append((file if isinstance(file, TokenFile) else None, window * self.sequence_length))
+            token_file = file if isinstance(file, TokenFile) else None
+            samples.append((token_file, window * self.sequence_length))
         return samples
-
-
-def _cut_between_documents(document_starts: NDArray[np.int64], tokens: int, length: int) -> NDArray[np.int64]:
-    """Return the first token of each window of at most `length` tokens, and `tokens`.
-
-    A window ends with a document. Only a document of more than `length` tokens is cut.
-    """
-    edges = [0]
-    while edges[-1] < tokens:
-        stop = edges[-1] + length
-        if stop < tokens:
-            # The last document that begins in the window, or at its end, begins the next window.
-            next_document = int(document_starts[np.searchsorted(document_starts, stop, side="right") - 1])
-            if next_document > edges[-1]:
-                stop = next_document
-        edges.append(min(stop, tokens))
-    return np.array(edges, dtype=np.int64)
-
-
-class HeldOut:
-    """A token file for evaluation, in which each token is a target exactly once.
-
-    Window i predicts tokens `[i x stride, (i + 1) x stride)` from up to sequence_length tokens before them. A stride
-    below sequence_length gives each token more context, for more work. The first token of the file is predicted from
-    the last one, which is an end of document in files that `megascale data build` made. The last window is padded;
-    padding has target IGNORE.
-
-    If documents are kept apart and no stride is given, a window ends before a document that it would cut, unless the
-    document is longer than sequence_length. So each token has all earlier tokens of its document as context, or as many
-    as a window holds. All windows are then padded.
-
-    Args:
-        prefix: the file, as an entry of data.valid.
-        vocab_size: token ids must be below this; None accepts all ids.
-        stride: targets per window; None: sequence_length.
-        setting: the key or option that named the file, for messages.
-        max_documents: largest number of documents in a training sample under data.document_mask. Evaluation then keeps
-            documents apart too. 0: documents are joined.
-
-    Attributes:
-        fields: optional fields of the batches.
-        windows: number of windows.
-        document_starts: first token of each document if documents are kept apart, else None.
-        tokens: number of tokens, which is the number of targets.
-    """
-
-    def __init__(
-        self,
-        prefix: str,
-        sequence_length: int,
-        vocab_size: int | None = None,
-        stride: int | None = None,
-        setting: str = "data.valid",
-        max_documents: int = 0,
-    ) -> None:
-        self.prefix = prefix
-        self.sequence_length = sequence_length
-        self.vocab_size = vocab_size
-        self.stride = sequence_length if stride is None else stride
-        self.setting = setting
-        if not 0 < self.stride <= sequence_length:
-            raise ConfigError(
-                f"--stride={stride} must be between 1 and model.sequence_length={sequence_length}: tokens beyond a "
-                "window would never be predicted"
-            )
-        self.fields = find_sample_fields(prefix)
-        self._file = open_tokens(prefix)
-        self.document_starts: NDArray[np.int64] | None = None
-        # First target of each window and the number of tokens, [windows + 1], if windows end with documents.
-        self._window_edges: NDArray[np.int64] | None = None
-        if max_documents:
-            self.document_starts = require_document_starts(self._file, setting)
-            if stride is None:
-                self._window_edges = _cut_between_documents(self.document_starts, self._file.tokens, sequence_length)
-            # At least the maximum of training, so that evaluation has array shapes for which kernels were chosen.
-            count = max(max_documents, self._count_max_documents(self.document_starts))
-            self.fields = add_document_fields(self.fields, count, setting, prefix)
-        self._fields_reader = FieldReader(self.fields, sequence_length)
-        self.tokens = self._file.tokens
-        if not self.tokens:
-            raise DataError(f"held-out file {prefix} has no tokens; build it with more text")
-        if self._window_edges is None:
-            self.windows = -(-self.tokens // self.stride)  # rounded up
-        else:
-            self.windows = len(self._window_edges) - 1
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # add_document_fields has added one document for padding.
-        max_documents = 0 if self.document_starts is None else self.fields.max_documents - 1
-        stride = self.stride if self._window_edges is None else None
-        arguments = (self.prefix, self.sequence_length, self.vocab_size, stride, self.setting, max_documents)
-        return HeldOut, arguments
-
-    def _count_max_documents(self, document_starts: NDArray[np.int64]) -> int:
-        """Return the largest number of documents in a window."""
-        if self._window_edges is not None:
-            windows = [self._locate_window(window) for window in range(len(self._window_edges) - 1)]
-            first = np.searchsorted(document_starts, [first_predicted for first_predicted, _, _ in windows])
-            last = np.searchsorted(document_starts, [stop for _, _, stop in windows])
-            return 1 + int((last - first).max(initial=0))
-        first_targets = np.maximum(0, np.arange(0, self._file.tokens, self.stride) + self.stride - self.sequence_length)
-        first_inputs = first_targets - 1
-        # A window holds one document that began at or before its first input, and those that begin within it.
-        next_document = np.searchsorted(document_starts, first_inputs, side="right")
-        stop = np.searchsorted(document_starts, first_inputs + self.sequence_length)
-        return 1 + int((stop - next_document).max(initial=0))
-
-    def __len__(self) -> int:
-        return self.windows
-
-    def check_vocabulary(self, limit: int = 1 << 27) -> None:
-        """Raise DataError for a token id outside the vocabulary among the first `limit` tokens."""
-        for start in range(0, min(self.tokens, limit), _CHECKED_TOKENS):
-            check_token_ids(
-                self.setting, self.prefix, self._file.stream[start : start + _CHECKED_TOKENS], start, self.vocab_size
-            )
-
-    def read_window_range(self, first_window: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return inputs and targets of up to `count` windows, int64 [windows, sequence_length] each."""
-        return self.read_windows(range(first_window, min(first_window + count, self.windows)))
-
-    def spread_windows(self, samples: int | None) -> list[int]:
-        """Return the numbers of at most `samples` windows that are spread evenly over the file; None: all windows."""
-        count = self.windows if samples is None else min(samples, self.windows)
-        return [index * self.windows // count for index in range(count)]
-
-    def count_targets(self, windows: Sequence[int]) -> int:
-        """Return the number of targets of the given windows."""
-        if self._window_edges is not None:
-            return int(np.diff(self._window_edges)[list(windows)].sum())
-        return sum(min(self.stride, self.tokens - window * self.stride) for window in windows)
-
-    def _locate_window(self, window: int) -> tuple[int, int, int]:
-        """Return (first predicted token, first target, stop) of a window.
-
-        The window's columns predict the tokens from the first predicted token to stop - 1. Tokens before the first
-        target only give context, since an earlier window has them as targets.
-        """
-        if self._window_edges is not None and self.document_starts is not None:
-            first_target, stop = self._window_edges[window : window + 2].tolist()
-            document = np.searchsorted(self.document_starts, first_target, side="right") - 1
-            document_start = int(self.document_starts[document])
-            # The end of a long document gets earlier tokens of the document as context.
-            return max(document_start, stop - self.sequence_length), first_target, stop
-        first_target = window * self.stride
-        first_predicted = max(0, first_target + self.stride - self.sequence_length)
-        return first_predicted, first_target, min(first_target + self.stride, self.tokens)
-
-    def read_windows(self, windows: Sequence[int], size: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return inputs and targets of the given windows, int64 [max(len(windows), size), sequence_length] each.
-
-        Rows beyond the windows are padding, so that all batches can have the same shape.
-        """
-        stream = self._file.stream
-        inputs = np.zeros((max(len(windows), size), self.sequence_length), dtype=np.int64)
-        targets = np.full(inputs.shape, IGNORE, dtype=np.int64)
-        for row, window in enumerate(windows):
-            first_predicted, first_target, stop = self._locate_window(window)
-            context = first_target - first_predicted  # columns without a target
-            tokens = stream[first_predicted:stop]
-            preceding = stream[first_predicted - 1 :][:1]  # for first_predicted = 0, the last token of the file
-            check_token_ids(self.setting, self.prefix, tokens, first_predicted, self.vocab_size)
-            check_token_ids(self.setting, self.prefix, preceding, (first_predicted - 1) % self.tokens, self.vocab_size)
-            targets[row, context : len(tokens)] = tokens[context:]
-            inputs[row, 0] = preceding[0]
-            inputs[row, 1 : len(tokens)] = tokens[:-1]
-        return inputs, targets
-
-    def read_batch(self, windows: Sequence[int], size: int = 0) -> Batch[NDArray[Any]]:
-        """Return the given windows as a batch with its optional fields.
-
-        Arrays are [sequence_length, max(len(windows), size)]; boundaries have max_documents + 1 rows.
-        Columns beyond the windows are padding, which has loss weight 0.
-        """
-        inputs, targets = self.read_windows(windows, size)
-        fields, reader = self.fields, self._fields_reader
-        if fields == NO_FIELDS:
-            return Batch(inputs.T, targets.T)
-        weights = np.zeros(inputs.shape, np.float32)
-        positions = np.tile(np.arange(self.sequence_length, dtype=np.int32), (len(inputs), 1))
-        boundaries = np.tile(reader.read_boundaries(None, 0), (len(inputs), 1))
-        for row, window in enumerate(windows):
-            first_predicted, first_target, stop = self._locate_window(window)
-            if fields.loss_weights:
-                target_columns = slice(first_target - first_predicted, stop - first_predicted)
-                weights[row, target_columns] = reader.read_weights(self._file, first_target, stop - first_target)
-            if self.document_starts is not None:
-                first, last = np.searchsorted(self.document_starts, (first_predicted, stop))
-                # The first token of a document is not a target. As an input, it is one column later.
-                columns = self.document_starts[first:last] - first_predicted
-                weights[row, columns] = 0
-                input_columns = columns[columns + 1 < self.sequence_length] + 1
-                boundaries[row, 1 : 1 + len(input_columns)] = input_columns
-                positions[row] = restart_positions(boundaries[row])
-                continue
-            if fields.positions:
-                # The input that predicts the file's first token is the file's last token.
-                inputs_in_file = np.arange(first_predicted - 1, stop - 1) % self.tokens
-                positions[row, : stop - first_predicted] = reader.read_positions(self._file, inputs_in_file)
-            if fields.max_documents:
-                boundaries[row] = reader.read_boundaries(self._file, first_predicted - 1)
-        return Batch(
-            inputs.T,
-            targets.T,
-            loss_weights=weights.T if fields.loss_weights else None,
-            positions=positions.T if fields.positions else None,
-            document_boundaries=boundaries.T if fields.max_documents else None,
-        )

@@ -1,110 +1,40 @@
-"""Documents of text files, JSON records and parquet, plain or compressed, cut into pieces for workers.
+"""Documents of text files, JSON records and parquet, plain or compressed (source_files.py).
 
-A text file is one document. A JSON record or a parquet row holds one document under a key. The suffix decides the kind
-of a file, in upper or lower case:
-
-- .jsonl, .ndjson and .jsonlines: one record per line.
-- .json: one record per line, a list of records, or one record.
-- .parquet: one row per document.
-- .csv and .tsv whose first line names the key: refused, since each row would be a document.
-- Any other file that is UTF-8 without zero bytes is text.
-
-Pointers of Git LFS, and links whose target is missing, are refused: they stand for text that is elsewhere.
-
-All but parquet files may be compressed, with .gz or .zst after the suffix. Plain JSON lines are cut into byte ranges
-and parquet into row groups, so that one large file occupies all workers. A compressed file or a list of records is one
-piece.
+A text file is one document. A JSON record or a parquet row holds one document under a key.
 """
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megascale.core.untrusted_files import is_lfs_pointer
-from megascale.data.dataset.json_values import TooLongError, read_values
-from megascale.data.dataset.metered_files import (
-    CHUNK_BYTES,
-    Meter,
-    find_compression,
-    open_metered,
-    read_chunks,
-    time_unpacking,
+from megascale.data.dataset.json_values import (
+    RepeatedKeyError,
+    TooLongError,
+    has_repeated_key,
+    quote_key,
+    read_values,
 )
-from megascale.errors import DataError, describe_install
+from megascale.data.dataset.line_ranges import RECORD_LIMIT, read_range, split_lines
+from megascale.data.dataset.metered_files import Meter, find_compression, read_chunks
+from megascale.data.dataset.parquet_rows import read_rows
+from megascale.data.dataset.source_files import EMPTY_FILE, InputPiece, explain_binary, raise_data_errors
+from megascale.errors import DataError
 
-_JSON_LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines")
-# Limits of objects that must be in memory as a whole. A small compressed file may hold gigabytes in one line.
-RECORD_LIMIT = 256 << 20  # bytes of a JSON record, and of a text in parquet
+# A text must be in memory as a whole, and a small compressed file may hold gigabytes.
 UNPACKED_TEXT_LIMIT = 1 << 30  # bytes of a compressed text file, decompressed
 TEXT_LIMIT = 4 << 30  # bytes of a text file
-_PARQUET_BATCH_ROWS = 256
-_PARQUET_BATCH_BYTES = 64 << 20
 _TABLE_DELIMITERS = {".csv": ",", ".tsv": "\t"}
-# Suffixes of binary formats that may hold text and are not read, with the remedy.
-_UNREAD_FORMATS = {
-    **dict.fromkeys((".bz2", ".xz", ".lzma", ".lz4", ".br", ".z", ".snappy"), "compress it with gzip or zstd instead"),
-    **dict.fromkeys((".zip", ".7z", ".rar", ".tar", ".tgz", ".tar.gz", ".tar.zst"), "unpack it"),
-    **dict.fromkeys((".arrow", ".feather", ".orc", ".avro"), "convert it to parquet"),
-    **dict.fromkeys((".pkl", ".pickle", ".pt", ".npy", ".npz", ".h5"), "convert it to parquet or JSON lines"),
-    **dict.fromkeys((".xlsx", ".xls", ".docx", ".pdf", ".epub"), "convert it to text"),
-}
-_PROBE_BYTES = 1 << 12  # beginning of a file that shows whether it is binary
-# Reasons for skipping a file or record, as reports name them.
-NOT_UTF8 = "files (not UTF-8 text)"
-EMPTY_FILE = "files (empty)"
+# Reasons for skipping a file or record, as reports name them. source_files.py has further reasons.
 NOT_JSON = "files (named .json, not JSON)"
 NOT_RECORDS = "files (JSON without records of text)"
 NULL_TEXT = "records (text is null)"
 EMPTY_TEXT = "records (text is empty)"
 RECORD_NOT_UTF8 = "records (text is not UTF-8)"
-NAMED_TWICE = "files (named twice)"
-FOLDER_LINK = "links to folders"
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """A file of the input.
-
-    Attributes:
-        name: path relative to the parent of the input folder.
-        path: the file.
-        size: bytes.
-        kind: text, lines (a JSON record per line), json (other JSON) or parquet.
-    """
-
-    name: str
-    path: Path
-    size: int
-    kind: str
-
-
-@dataclass(frozen=True)
-class InputPiece:
-    """Part of the input that one worker encodes at a time.
-
-    Attributes:
-        number: position in the order of all pieces; documents keep this order.
-        kind: text, lines (a JSON record per line), json (other JSON) or parquet.
-        paths: the files; only text has more than one.
-        start, stop: byte range of a plain jsonl file (lines that begin in it), or row groups of parquet.
-        size: bytes of input, for progress.
-        sides: split of each file, `train` or `valid`, for text files whose split is known beforehand.
-    """
-
-    number: int
-    kind: str
-    paths: list[str]
-    start: int = 0
-    stop: int = 0
-    size: int = 0
-    sides: list[str] = field(default_factory=list)
 
 
 class TextRecord(NamedTuple):
@@ -123,159 +53,6 @@ class TextRecord(NamedTuple):
     skipped: str = ""
 
 
-def find_files(inputs: Sequence[Path], excluded_folder: Path | None = None) -> list[SourceFile]:
-    """Return the files of `inputs` and below, in a stable order. Raises DataError if there are none.
-
-    Hidden files and links to folders are left out, and so are files below `excluded_folder`, which a build writes. A
-    file that is reached twice, through a link or through two inputs, is returned once. Raises DataError for a link
-    whose target is missing, and for a pointer of Git LFS.
-    """
-    files, _ = find_files_and_skipped(inputs, excluded_folder)
-    return files
-
-
-def find_files_and_skipped(
-    inputs: Sequence[Path], excluded_folder: Path | None = None
-) -> tuple[list[SourceFile], dict[str, int]]:
-    """Return the result of `find_files`, and the numbers of files and links that were left out, by reason."""
-    excluded = None if excluded_folder is None else excluded_folder.resolve()
-    files: list[SourceFile] = []
-    skipped: dict[str, int] = {}
-    for entry in inputs:
-        if entry.is_file():
-            files.append(_describe_file(entry.name, entry))
-        elif entry.is_dir():
-            for name, path in _list_visible(entry):
-                if path.is_file():
-                    if excluded not in path.resolve().parents:
-                        files.append(_describe_file(f"{entry.name}/{name}", path))
-                elif path.is_symlink() and path.is_dir():
-                    skipped[FOLDER_LINK] = skipped.get(FOLDER_LINK, 0) + 1
-                elif path.is_symlink() and not path.exists():
-                    raise DataError(
-                        f"input {path} is a link to {path.readlink()}, which does not exist; restore the "
-                        "file, or remove the link"
-                    )
-        elif entry.exists():
-            raise DataError(f"input {entry} is a pipe or a device; save its text to a file, and give the file")
-        else:
-            raise DataError(f"input {entry} does not exist; give files or folders of text")
-    if not files:
-        raise DataError(f"no files in {', '.join(map(str, inputs))}; give a folder that holds text")
-    # An empty file of records has no pieces, so no worker counts it.
-    if empty_count := sum(1 for file in files if file.kind == "lines" and not file.size):
-        skipped[EMPTY_FILE] = empty_count
-    files_by_target: dict[Path, SourceFile] = {}
-    for file in files:
-        files_by_target.setdefault(file.path.resolve(), file)
-    if len(files_by_target) < len(files):
-        skipped[NAMED_TWICE] = len(files) - len(files_by_target)
-    return list(files_by_target.values()), skipped
-
-
-def _list_visible(folder: Path) -> list[tuple[str, Path]]:
-    """Return the entries below a folder that are not hidden, each with its name relative to the folder, in order."""
-    entries = [(path.relative_to(folder).as_posix(), path) for path in folder.rglob("*")]
-    return sorted(
-        (name, path) for name, path in entries if not any(component.startswith(".") for component in name.split("/"))
-    )
-
-
-def _describe_file(name: str, path: Path) -> SourceFile:
-    plain_name = path.name.lower()
-    if find_compression(path):
-        plain_name = plain_name.rpartition(".")[0]
-    kind = "text"
-    if is_lfs_pointer(path):
-        raise DataError(f"input {path} is a pointer of Git LFS, not the file itself; get the file with `git lfs pull`")
-    if plain_name.endswith(_JSON_LINES_SUFFIXES):
-        kind = "lines"
-    elif plain_name.endswith(".json"):
-        with _raise_data_errors(path):
-            kind = _find_json_kind(path)
-    elif path.suffix.lower() == ".parquet":
-        kind = "parquet"
-    return SourceFile(name, path, path.stat().st_size, kind)
-
-
-def _explain_binary(path: Path) -> str:
-    """Return the reason for skipping a file that is not UTF-8 text, with the remedy if its suffix shows one."""
-    for suffix, remedy in _UNREAD_FORMATS.items():
-        if path.name.lower().endswith(suffix):
-            return f"files ({suffix} is not read: {remedy})"
-    return NOT_UTF8
-
-
-def find_binary_reason(file: SourceFile) -> str:
-    """Return the reason for which a plain text file will be skipped, judged by its beginning, or an empty string."""
-    if file.kind != "text" or find_compression(file.path):
-        return ""
-    with _raise_data_errors(file.path), open(file.path, "rb") as opened:
-        return _explain_binary(file.path) if b"\x00" in opened.read(_PROBE_BYTES) else ""
-
-
-def _find_json_kind(path: Path) -> str:
-    """Return `lines` for a .json file with one record per line, `json` for any other .json file."""
-    with closing(read_chunks(path)) as chunks, closing(_split_lines(chunks, RECORD_LIMIT)) as lines:
-        try:
-            first = next(line for line, _, _ in lines if line.strip())
-            begins_with_brace = first.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"{"
-            if not begins_with_brace or not isinstance(json.loads(first), dict):
-                return "json"
-            has_second_line = any(line.strip() for line, _, _ in lines)
-            return "lines" if has_second_line else "json"
-        except (StopIteration, TooLongError, ValueError, RecursionError):
-            return "json"
-
-
-def cut_pieces(files: Iterable[SourceFile], size: int) -> list[InputPiece]:
-    """Return pieces of about `size` bytes of input each, in the order of the files.
-
-    Consecutive text files share a piece.
-    """
-    pieces: list[InputPiece] = []
-    text_paths: list[str] = []  # of the next piece of text files
-    text_bytes = 0
-
-    def add_text_piece() -> None:
-        nonlocal text_bytes
-        if text_paths:
-            pieces.append(InputPiece(len(pieces), "text", text_paths.copy(), size=text_bytes))
-            text_paths.clear()
-            text_bytes = 0
-
-    for file in files:
-        if file.kind == "text":
-            text_paths.append(str(file.path))
-            text_bytes += file.size
-            if text_bytes >= size:
-                add_text_piece()
-            continue
-        add_text_piece()
-        path = str(file.path)
-        if file.kind == "parquet":
-            for start, stop, range_bytes in _split_row_groups(file.path, size):
-                pieces.append(InputPiece(len(pieces), "parquet", [path], start, stop, range_bytes))
-        elif file.kind == "json" or find_compression(file.path):
-            pieces.append(InputPiece(len(pieces), file.kind, [path], size=file.size))
-        else:
-            for start in range(0, file.size, size):
-                stop = min(start + size, file.size)
-                pieces.append(InputPiece(len(pieces), "lines", [path], start, stop, stop - start))
-    add_text_piece()
-    return pieces
-
-
-@contextmanager
-def _raise_data_errors(*paths: str | Path) -> Iterator[None]:
-    """Turn an OSError inside the context into a DataError that names the files."""
-    try:
-        yield
-    except OSError as error:
-        names = ", ".join(map(str, paths[:3]))
-        raise DataError(f"input {names} cannot be read: {error}; check its permissions or leave it out") from None
-
-
 def read_documents(piece: InputPiece, key: str, meter: Meter | None = None) -> Generator[TextRecord, None, None]:
     """Yield the documents of a piece in order.
 
@@ -286,13 +63,17 @@ def read_documents(piece: InputPiece, key: str, meter: Meter | None = None) -> G
 
     Raises DataError naming file and position for contents that cannot be read or exceed a limit.
     """
-    with _raise_data_errors(*piece.paths):
+    with raise_data_errors(*piece.paths):
         if piece.kind == "text":
             splits = piece.sides or [""] * len(piece.paths)
             for name, split in zip(piece.paths, splits, strict=True):
                 yield _read_text(Path(name), split, meter, key)
         elif piece.kind == "parquet":
-            yield from _read_parquet(Path(piece.paths[0]), piece, key, meter)
+            rows = read_rows(Path(piece.paths[0]), key, piece.start, piece.stop, size=piece.size, meter=meter)
+            for row in rows:
+                if isinstance(row.text, str | bytes) and len(row.text) > RECORD_LIMIT:
+                    raise _too_long_error(row.location)
+                yield _make_text_record(row.text, key, row.location, row.size)
         elif piece.kind == "json":
             yield from _read_json(Path(piece.paths[0]), key, meter)
         else:
@@ -307,7 +88,7 @@ def _read_text(path: Path, split: str, meter: Meter | None, key: str) -> TextRec
     with closing(read_chunks(path, meter)) as chunks:
         for chunk, _ in chunks:
             if b"\x00" in chunk:
-                return TextRecord("", size, skipped=_explain_binary(path))
+                return TextRecord("", size, skipped=explain_binary(path))
             contents.append(chunk)
             length += len(chunk)
             if length > limit:
@@ -318,7 +99,7 @@ def _read_text(path: Path, split: str, meter: Meter | None, key: str) -> TextRec
     try:
         text = b"".join(contents).decode("utf-8-sig")
     except UnicodeDecodeError:
-        return TextRecord("", size, skipped=_explain_binary(path))
+        return TextRecord("", size, skipped=explain_binary(path))
     if not text.strip():
         return TextRecord("", size, skipped=EMPTY_FILE)
     _refuse_table(path, text, key)
@@ -349,11 +130,11 @@ def _refuse_table(path: Path, text: str, key: str) -> None:
 def _read_lines(path: Path, piece: InputPiece, key: str, meter: Meter | None) -> Iterator[TextRecord]:
     lines: Iterator[tuple[bytes, int, int]]
     if find_compression(path):
-        lines = _split_lines(read_chunks(path, meter), RECORD_LIMIT)
+        lines = split_lines(read_chunks(path, meter), RECORD_LIMIT)
     else:
-        lines = _read_range(path, piece.start, piece.stop, meter)
+        lines = read_range(path, piece.start, piece.stop, limit=RECORD_LIMIT, meter=meter)
     line_number = 0
-    quoted_forms = _quote_key(key)
+    quoted_forms = [quoted.encode() for quoted in quote_key(key)]
     try:
         for line, offset, input_bytes in lines:
             line_number += 1
@@ -361,18 +142,13 @@ def _read_lines(path: Path, piece: InputPiece, key: str, meter: Meter | None) ->
             location = f"{path}, byte {offset}" if piece.start else f"{path}, line {line_number}"
             if line.strip():
                 record = _parse_json(line, location)
-                if sum(line.count(quoted) for quoted in quoted_forms) > 1:
-                    _refuse_repeated_key(line, key, location)
+                if sum(line.count(quoted) for quoted in quoted_forms) > 1 and has_repeated_key(line, key):
+                    raise _repeated_key_error(location, key)
                 yield _read_record(record, key, location, input_bytes)
             else:
                 yield TextRecord("", input_bytes)  # a blank line, or nothing after the last line's end
     except TooLongError:
         raise _too_long_error(str(path) if piece.start else f"{path}, line {line_number + 1}") from None
-
-
-def _quote_key(key: str) -> set[bytes]:
-    """Return the key as JSON writes it: with characters beyond ASCII as they are, and as escapes."""
-    return {json.dumps(key, ensure_ascii=is_ascii).encode() for is_ascii in (False, True)}
 
 
 def _too_long_error(location: str) -> DataError:
@@ -399,7 +175,7 @@ def _read_json(path: Path, key: str, meter: Meter | None) -> Iterator[TextRecord
             yield chunk, input_bytes
 
     try:
-        for value, is_element, input_bytes in read_values(read_and_keep_first_chunk(), RECORD_LIMIT):
+        for value, is_element, input_bytes in read_values(read_and_keep_first_chunk(), RECORD_LIMIT, key):
             record_number += 1
             if object_without_key is not None:
                 _read_record(object_without_key, key, f"{path}, record 1", 0)  # raises the error for a missing key
@@ -415,9 +191,11 @@ def _read_json(path: Path, key: str, meter: Meter | None) -> Iterator[TextRecord
             skipped = ""
     except TooLongError:
         raise _too_long_error(f"{path}, record {record_number + 1}") from None
+    except RepeatedKeyError:
+        raise _repeated_key_error(f"{path}, record {record_number + 1}", key) from None
     except ValueError as error:
         # A settings file with comments is skipped. A file that contains the key is meant to hold records.
-        if record_number or any(quoted in first_chunk for quoted in _quote_key(key)):
+        if record_number or any(quoted.encode() in first_chunk for quoted in quote_key(key)):
             raise _not_json_error(f"{path}, record {record_number + 1}", error) from None
         skipped = NOT_JSON
     yield TextRecord("", size - yielded_bytes, skipped=skipped)
@@ -430,16 +208,9 @@ def _parse_json(line: bytes, location: str) -> Any:
         raise _not_json_error(location, error) from None
 
 
-def _refuse_repeated_key(line: bytes, key: str, location: str) -> None:
-    """Raise DataError for an object that has the key twice, since only the last text would be read."""
-
-    def count_key(pairs: list[tuple[str, Any]]) -> int:
-        return sum(1 for name, _ in pairs if name == key)
-
-    # The hook is also called for objects within the record, whose results are values of the pairs.
-    key_count = json.loads(line, object_pairs_hook=count_key)
-    if isinstance(key_count, int) and key_count > 1:
-        raise DataError(f"{location} has the key {key!r} twice; keep one text per record")
+def _repeated_key_error(location: str, key: str) -> DataError:
+    """Return the error for a record that has the key twice, since only the last text would be read."""
+    return DataError(f"{location} has the key {key!r} twice; keep one text per record")
 
 
 def _not_json_error(location: str, error: Exception) -> DataError:
@@ -494,130 +265,3 @@ def replace_surrogates(text: str) -> str:
         return text
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _read_range(path: Path, start: int, stop: int, meter: Meter | None) -> Iterator[tuple[bytes, int, int]]:
-    """Yield (line, offset, bytes of input) for each line that begins in bytes `start:stop` of a file.
-
-    Raises TooLongError for a line beyond RECORD_LIMIT.
-    """
-    with open_metered(path, meter) as file:
-        if start:
-            file.seek(start - 1)
-            # The line that begins before `start` belongs to the previous piece.
-            skipped = file.readline(CHUNK_BYTES)
-            while skipped and not skipped.endswith(b"\n"):
-                skipped = file.readline(CHUNK_BYTES)
-        offset = file.tell()
-        while offset < stop:
-            line = file.readline(RECORD_LIMIT + 1)
-            if not line:
-                break
-            if len(line) > RECORD_LIMIT:
-                raise TooLongError
-            yield line, offset, len(line)
-            offset += len(line)
-
-
-def _split_lines(chunks: Iterable[tuple[bytes, int]], limit: int) -> Generator[tuple[bytes, int, int], None, None]:
-    """Yield (line, offset, bytes of input since the previous line) for each line of a stream.
-
-    The text after the last line end is yielded as a line, even if it is empty. Raises TooLongError for a line of more
-    than `limit` bytes.
-    """
-    line_parts: list[bytes] = []
-    length = offset = input_bytes = 0
-    for chunk, chunk_input_bytes in chunks:
-        input_bytes += chunk_input_bytes
-        line_end, *next_lines = chunk.split(b"\n")
-        line_parts.append(line_end)
-        length += len(line_end)
-        for line_begin in next_lines:
-            if length > limit:
-                raise TooLongError
-            yield b"".join(line_parts), offset, input_bytes
-            offset += length + 1
-            input_bytes = 0
-            line_parts = [line_begin]
-            length = len(line_begin)
-        if length > limit:
-            raise TooLongError
-    yield b"".join(line_parts), offset, input_bytes
-
-
-def _import_arrow() -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise DataError(f"parquet files need the package pyarrow; {describe_install('formats')}") from None
-    return pyarrow
-
-
-def _split_row_groups(path: Path, size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first, past-last, bytes) of consecutive row groups that have about `size` bytes together."""
-    arrow = _import_arrow()
-    try:
-        metadata = arrow.parquet.read_metadata(path)
-    except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"input {path} is not a parquet file that can be read: {error}; leave it out") from None
-    start = range_bytes = 0
-    for group in range(metadata.num_row_groups):
-        range_bytes += metadata.row_group(group).total_byte_size
-        if range_bytes >= size or group == metadata.num_row_groups - 1:
-            yield start, group + 1, range_bytes
-            start = group + 1
-            range_bytes = 0
-
-
-@lru_cache(maxsize=64)
-def _read_footer(path: Path) -> Any:
-    return _import_arrow().parquet.read_metadata(path)
-
-
-def _read_parquet(path: Path, piece: InputPiece, key: str, meter: Meter | None) -> Iterator[TextRecord]:
-    arrow = _import_arrow()
-    try:
-        source = path if meter is None else open_metered(path, meter)
-        # A file with many row groups has a long footer. The loader, which passes a meter, reads the footer only once.
-        footer = None if meter is None else _read_footer(path)
-        with arrow.parquet.ParquetFile(source, metadata=footer) as file:
-            if key not in file.schema_arrow.names:
-                raise DataError(
-                    f"{path} has no column {key!r} (it has {', '.join(map(repr, file.schema_arrow.names))}); name the "
-                    "column with --text-key"
-                )
-            if file.schema_arrow.names.count(key) > 1:
-                raise DataError(f"{path} has several columns {key!r}; rename or remove all but one of them")
-            groups = [file.metadata.row_group(g) for g in range(piece.start, piece.stop)]
-            rows = max(1, sum(group.num_rows for group in groups))
-            row = 0
-            batches = file.iter_batches(
-                batch_size=_count_batch_rows(groups, key, rows),
-                row_groups=range(piece.start, piece.stop),
-                columns=[key],
-            )
-            while True:
-                with time_unpacking(meter):
-                    batch = next(batches, None)
-                if batch is None:
-                    break
-                for text in batch.column(0).to_pylist():
-                    # The rows of a piece share its bytes evenly.
-                    size = (row + 1) * piece.size // rows - row * piece.size // rows
-                    row += 1
-                    location = f"{path}, row {row} after the start of row group {piece.start}"
-                    if isinstance(text, str | bytes) and len(text) > RECORD_LIMIT:
-                        raise _too_long_error(location)
-                    yield _make_text_record(text, key, location, size)
-    except (arrow.ArrowException, OSError) as error:
-        # Arrow raises OSError for damaged pages. An error of the operating system has a number.
-        if getattr(error, "errno", None):
-            raise
-        raise DataError(f"input {path} is damaged ({error}); copy it again or leave it out") from None
-
-
-def _count_batch_rows(groups: Sequence[Any], key: str, rows: int) -> int:
-    """Return the number of rows per batch: about _PARQUET_BATCH_BYTES of the column, at most _PARQUET_BATCH_ROWS."""
-    columns = [group.column(i) for group in groups for i in range(group.num_columns)]
-    size = sum(column.total_uncompressed_size for column in columns if column.path_in_schema == key)
-    return max(1, min(_PARQUET_BATCH_ROWS, _PARQUET_BATCH_BYTES * rows // max(size, 1)))

@@ -1,8 +1,8 @@
 """Text that is tokenised on the fly, with samples by number as token files have.
 
-The files are cut into pieces without reading them (sources.py). Each epoch has a pseudo-random order of the pieces. Its
-stream is the joined tokens of the pieces in this order. The stream is cut into windows, which are shuffled within
-groups of data.shuffle_tokens tokens. So sample k is a pure function of the seed, k and the files.
+The files are cut into pieces without reading them (source_files.py). Each epoch has a pseudo-random order of the
+pieces. Its stream is the joined tokens of the pieces in this order. The stream is cut into windows, which are shuffled
+within groups of data.shuffle_tokens tokens. So sample k is a pure function of the seed, k and the files.
 
 To find sample k, only the token counts of the pieces before it are needed. Pieces are counted when training reaches
 them. An index file saves the counts, so that a resumed run tokenises only its current group again. Without the index
@@ -33,7 +33,8 @@ from megascale.data.dataset.indexed import choose_token_dtype
 from megascale.data.dataset.manifest import MANIFEST
 from megascale.data.dataset.metered_files import Meter, find_compression
 from megascale.data.dataset.sample_order import derive_key, permute
-from megascale.data.dataset.sources import InputPiece, cut_pieces, find_files, read_documents
+from megascale.data.dataset.source_files import InputPiece, cut_pieces, find_files
+from megascale.data.dataset.sources import read_documents
 from megascale.data.dataset.token_file import too_short_error
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tokenizer import load_run_tokenizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from pathlib import Path
 
+import numpy as np
 from numpy.typing import NDArray
 
 from megascale.core.batch import NO_FIELDS, SampleFields
@@ -76,4 +77,24 @@ def too_short_error(name: str, tokens: int, sequence_length: int) -> DataError:
     return DataError(
         f"data.train: {name} has {tokens} tokens and one sample needs model.sequence_length + 1 = "
         f"{sequence_length + 1}; use a shorter sequence or more text"
+    )
+
+
+def check_token_ids(setting: str, file: str, tokens: NDArray, first: int, vocab_size: int | None) -> None:
+    """Raise DataError naming the first token id outside the vocabulary, and its position.
+
+    Args:
+        setting: the key or option that named the file.
+        file: name of the file.
+        tokens: part of the file's tokens, integers [tokens].
+        first: position of `tokens[0]` in the file.
+        vocab_size: ids must be below this; None accepts all ids.
+    """
+    if vocab_size is None or not len(tokens) or (tokens.min() >= 0 and tokens.max() < vocab_size):
+        return
+    position = int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
+    raise DataError(
+        f"{setting}: {file} holds token id {tokens[position]} and model.vocab_size={vocab_size} (token "
+        f"{first + position:,} of the file; ids are 0 to {vocab_size - 1}); the file was made with another tokenizer, "
+        "or is damaged: set model.vocab_size to the size of that tokenizer's vocabulary, or build the data again"
     )

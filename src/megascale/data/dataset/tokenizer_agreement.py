@@ -2,7 +2,7 @@
 
 The manifest in a token file's folder names the file's tokenizer. A file without a manifest is assumed to belong to the
 tokenizer.json in its folder, if there is one. A run records its first tokenizer in `samples/tokenizer.json`. If a
-tokenizer is unknown, token ids are still compared with the size of the vocabulary (check_token_ids in samples.py).
+tokenizer is unknown, token ids are still compared with the size of the vocabulary (check_token_ids in token_file.py).
 """
 
 from __future__ import annotations

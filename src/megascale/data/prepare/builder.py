@@ -26,11 +26,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from megascale import __version__
 from megascale.core.capacity import usable_cores
-from megascale.data.dataset import sources
+from megascale.data.dataset import source_files, sources
 from megascale.data.dataset.file_hash import fingerprint_file, sha256_file
 from megascale.data.dataset.indexed import IndexedDataset, IndexedWriter, choose_token_dtype, get_weights_path
 from megascale.data.dataset.manifest import MANIFEST, DataSetPart, Manifest, measure_compression, read_manifest
-from megascale.data.dataset.sources import InputPiece
+from megascale.data.dataset.source_files import InputPiece
 from megascale.data.dataset.tokenizer_agreement import has_other_tokenizer
 from megascale.data.prepare import stdlib, worker_pool
 from megascale.data.prepare.encode_worker import (
@@ -126,7 +126,7 @@ def build(
     Args:
         out: folder of the data set.
         use_stdlib: build from the source of Python's standard library (stdlib.py).
-        inputs: files and folders (sources.py describes the kinds); empty with `use_stdlib`.
+        inputs: files and folders (source_files.py describes the kinds); empty with `use_stdlib`.
         vocab_size: vocabulary size of the BPE tokenizer that is trained on the training text; unused with `tokenizer`.
         tokenizer: an existing tokenizer.json or .tiktoken file; None trains a tokenizer.
         held_out: share of the text excluded from training.
@@ -151,13 +151,13 @@ def build(
     if given_tokenizer is not None:
         tokenizer_settings = [given_tokenizer.sha256, given_tokenizer.end_of_document]
         tokenizer_settings += given_tokenizer.begin_of_document
-    files: list[sources.SourceFile] = []
+    files: list[source_files.SourceFile] = []
     skipped: dict[str, int] = {}
     if use_stdlib:
         settings: list[Any] = [tokenizer_settings, None]
     else:
         settings = [tokenizer_settings, [held_out, text_key]]
-        files, skipped = sources.find_files_and_skipped([Path(path) for path in inputs], excluded_folder=out)
+        files, skipped = source_files.find_files_and_skipped([Path(path) for path in inputs], excluded_folder=out)
     recipe = _hash_inputs(settings, files)
     manifest = find_result(out, recipe)
     if manifest is not None:
@@ -186,7 +186,7 @@ def build(
     return BuildResult(out, manifest, fresh=True)
 
 
-def _hash_inputs(settings: list, files: Sequence[sources.SourceFile]) -> str:
+def _hash_inputs(settings: list, files: Sequence[source_files.SourceFile]) -> str:
     """Return a hash of all inputs and settings."""
     if files:
         listing = [f"{file.name} {file.size} {file.path.stat().st_mtime_ns}" for file in files]
@@ -258,10 +258,10 @@ def _plan_stdlib(recipe: str) -> _BuildPlan:
 
 
 def _plan_files(
-    recipe: str, files: Sequence[sources.SourceFile], inputs: list[str], *, share: float, key: str
+    recipe: str, files: Sequence[source_files.SourceFile], inputs: list[str], *, share: float, key: str
 ) -> _BuildPlan:
     total = sum(file.size for file in files)
-    pieces = sources.cut_pieces(files, max(_MIN_PIECE_BYTES, total // _MAX_PIECES))
+    pieces = source_files.cut_pieces(files, max(_MIN_PIECE_BYTES, total // _MAX_PIECES))
     split = Split.by_share(share, total)
     # A text file is one document, and so few documents cannot be split as wholes.
     if len(files) < MIN_DOCUMENTS and all(file.kind == "text" for file in files):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,8 +170,13 @@ def build_chat(
     try:
         result = _encode(out, paths, used_tokenizer, chat_template, threshold, max_tokens)
         _save_tokenizer(out, used_tokenizer, tokenizer_folder, chat_template)
-        notes = [*template_notes, *_list_notes(result.statistics)]
-        result.manifest = _make_manifest(out, paths, recipe, used_tokenizer, result.statistics, notes=notes)
+        dates: dict[str, str] = {}
+        if chat_template is not None:
+            dates = dict(chat_template.dates)
+        notes = [*template_notes, *_list_date_notes(dates), *_list_notes(result.statistics)]
+        result.manifest = _make_manifest(
+            out, paths, recipe, used_tokenizer, result.statistics, notes=notes, template_dates=dates
+        )
         result.manifest.save(out)
     except DataError:
         # The folder is removed only if it is empty: rmdir fails if it holds other files.
@@ -328,6 +333,7 @@ def _make_manifest(
     statistics: dict[str, SplitStatistics],
     *,
     notes: list[str],
+    template_dates: dict[str, str],
 ) -> Manifest:
     parts = {}
     for split, split_statistics in statistics.items():
@@ -351,7 +357,17 @@ def _make_manifest(
         parts=parts,
         version=__version__,
         notes=notes,
+        template_dates=template_dates,
     )
+
+
+def _list_date_notes(dates: Mapping[str, str]) -> Iterable[str]:
+    """Yield a note if the template has written dates, which a build on another day would not repeat."""
+    if dates:
+        yield (
+            f"the chat template calls strftime_now and wrote the date of this build ({', '.join(dates.values())}) "
+            "into conversations; write a fixed date into the template for a build that other days repeat"
+        )
 
 
 def _list_notes(statistics: dict[str, SplitStatistics]) -> Iterable[str]:

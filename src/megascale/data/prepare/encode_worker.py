@@ -21,7 +21,8 @@ from typing import BinaryIO
 from megascale.core.atomic_files import write_atomically
 from megascale.data.dataset.indexed import IndexedWriter, choose_token_dtype
 from megascale.data.dataset.manifest import MAX_COMPRESSED_BYTES
-from megascale.data.dataset.sources import InputPiece, read_documents
+from megascale.data.dataset.source_files import InputPiece
+from megascale.data.dataset.sources import read_documents
 from megascale.data.prepare.split import Split
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tokenizer import load_tokenizer

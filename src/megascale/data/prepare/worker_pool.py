@@ -20,7 +20,7 @@ from typing import IO
 
 from megascale.core.preflight import check_processes
 from megascale.core.python_process import module_command
-from megascale.data.dataset.sources import InputPiece
+from megascale.data.dataset.source_files import InputPiece
 from megascale.data.prepare.encode_worker import EncodeJob, encode_piece
 from megascale.data.tokenizer.tokenizer import load_tokenizer
 from megascale.errors import DataError, MegascaleError

@@ -79,6 +79,8 @@ class ChatTemplate:
 
     Attributes:
         has_generation_blocks: whether the template marks the assistant's text.
+        dates: texts that renderings have got from `strftime_now`, by its pattern. All renderings have the same time,
+            since a span of the assistant is the difference of two of them.
 
     Raises DataError if the text is not Jinja.
     """
@@ -89,7 +91,10 @@ class ChatTemplate:
         self.source = source
         self.name = name
         self.special_tokens = dict(special_tokens)
+        self.dates: dict[str, str] = {}
+        self._time = datetime.now()
         environment = _make_environment()
+        environment.globals["strftime_now"] = self._format_time
         try:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
@@ -98,6 +103,11 @@ class ChatTemplate:
             ) from None
         # The parser counts the tags in _make_environment.
         self.has_generation_blocks = bool(environment.generation_blocks)  # type: ignore[attr-defined]
+
+    def _format_time(self, pattern: str) -> str:
+        """Return the time at which the template was loaded, in a pattern of `strftime`, and record it."""
+        self.dates[pattern] = self._time.strftime(pattern)
+        return self.dates[pattern]
 
     def render_text(
         self, messages: Sequence[Message], *, tools: Any = None, add_generation_prompt: bool = False
@@ -272,7 +282,10 @@ def _remove_marks(marked: str) -> RenderedChat:
 
 
 def _make_environment() -> Environment:
-    """Return a Jinja sandbox with the filters, functions and tags that chat templates of transformers use."""
+    """Return a Jinja sandbox with the filters, functions and tags that chat templates of transformers use.
+
+    `strftime_now` is missing, which the caller adds.
+    """
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError as JinjaError
     from jinja2.ext import Extension, loopcontrols
@@ -310,7 +323,6 @@ def _make_environment() -> Environment:
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     return environment
 
 
@@ -343,8 +355,8 @@ def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate:
     source = find_template(folder)
     if source is None:
         raise DataError(
-            f"the tokenizer in {folder} has no chat template ({TEMPLATE}, or chat_template in {CONFIG}); name one with "
-            "--chat-template=FILE.jinja"
+            f"the tokenizer in {folder} has no chat template ({TEMPLATE}, or chat_template in {CONFIG}); copy that of "
+            f"the tokenizer with which the model was trained to {folder / TEMPLATE}"
         )
     return ChatTemplate(source, read_special_tokens(folder), str(folder / TEMPLATE))
 

@@ -298,10 +298,56 @@ def read_configured_end(path: Path) -> str | None:
     Raises DataError for a file that is not a JSON object, and for an eos_token that is not a name. Another token would
     silently end the documents.
     """
+    value = _read_settings(path).get("eos_token")
+    if isinstance(value, dict):
+        value = value.get("content")
+    if value is not None and not isinstance(value, str):
+        raise DataError(f"{path} has eos_token={value!r}; write the name of one token, such as {END_OF_DOCUMENT!r}")
+    return value
+
+
+def check_configured_prefix(path: Path, record: dict[str, Any]) -> None:
+    """Raise DataError if a tokenizer_config.json contradicts the tokenizer.json on the blank before a text.
+
+    In transformers 4, `add_prefix_space` of the settings wins. In transformers 5 it depends on `tokenizer_class`. So
+    neither file alone says how the model was trained.
+
+    Args:
+        path: the tokenizer_config.json, which may be missing.
+        record: contents of the tokenizer.json.
+    """
+    value = _read_settings(path).get("add_prefix_space")
+    steps = _list_steps(record.get("pre_tokenizer"), "pretokenizers")
+    steps += _list_steps(record.get("normalizer"), "normalizers")
+    decisions = [decision for decision in map(_find_prefix_decision, steps) if decision is not None]
+    if not isinstance(value, bool) or not decisions or value == any(decisions):
+        return
+    action = "adds a blank" if any(decisions) else "adds no blank"
+    raise DataError(
+        f"{path} has add_prefix_space={json.dumps(value)}, and the tokenizer.json next to it {action} before a text; "
+        "transformers follows either file, depending on its release and on tokenizer_class. Find out which is right, "
+        "and set or remove add_prefix_space accordingly, or correct the tokenizer.json"
+    )
+
+
+def _find_prefix_decision(step: dict[str, Any]) -> bool | None:
+    """Return whether a step of a tokenizer.json adds a blank before a text; None for a step that never does."""
+    kind = step.get("type")
+    if kind == "ByteLevel":
+        return step.get("add_prefix_space")  # missing in a ByteLevel normalizer
+    if kind == "Metaspace":
+        return bool(step.get("prepend_scheme", "always") != "never" and step.get("add_prefix_space", True))
+    if kind == "Prepend":
+        return True
+    return None
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Return the contents of a tokenizer_config.json, {} without the file. Raises DataError if it is damaged."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        return None
+        return {}
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}; copy it again, or remove it") from None
     try:
@@ -310,12 +356,7 @@ def read_configured_end(path: Path) -> str | None:
         raise DataError(f"{path} is not JSON ({error}); copy it again, or remove it") from None
     if not isinstance(settings, dict):
         raise DataError(f"{path} is not a JSON object; copy it again, or remove it")
-    value = settings.get("eos_token")
-    if isinstance(value, dict):
-        value = value.get("content")
-    if value is not None and not isinstance(value, str):
-        raise DataError(f"{path} has eos_token={value!r}; write the name of one token, such as {END_OF_DOCUMENT!r}")
-    return value
+    return settings
 
 
 def protect_special_tokens(record: dict[str, Any], ids: Iterable[int]) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ from megascale.data.tokenizer.huggingface_file import (
     CONFIG,
     HuggingFaceTokenizer,
     NotATokenizerError,
+    check_configured_prefix,
     read_configured_end,
 )
 from megascale.errors import ConfigError, DataError
@@ -61,7 +62,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             return tiktoken_file.load_json(text, str(path))
         if has_tiktoken_suffix:
             return tiktoken_file.load_ranks(path, text)
-        return HuggingFaceTokenizer.from_json(text, read_configured_end(path.with_name(CONFIG)), str(path))
+        settings_path = path.with_name(CONFIG)
+        tokenizer = HuggingFaceTokenizer.from_json(text, read_configured_end(settings_path), str(path))
+        check_configured_prefix(settings_path, json.loads(text))
+        return tokenizer
     except (UnicodeDecodeError, NotATokenizerError) as error:
         raise DataError(
             f"tokenizer {path} is not a {TOKENIZER} that can be read ({error}): {_explain_kind(path, data)}"

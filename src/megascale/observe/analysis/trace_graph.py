@@ -48,7 +48,9 @@ from megascale.observe.analysis.trace_dependencies import StepDependencies
 _ROUNDING_S = 1e-2
 # Which ranks of a node synchronise. Replicas, or all ranks, start their communication together. Tensor peers start a
 # compute separately and end it together. Zero: no synchronisation.
-_SYNC_REPLICAS, _SYNC_TENSOR, _SYNC_ALL = 1, 2, 3
+_SYNC_REPLICAS = 1
+_SYNC_TENSOR = 2
+_SYNC_ALL = 3
 
 
 class Level(NamedTuple):
@@ -246,8 +248,8 @@ def _group_steps(
     end_rows = [*first_rows[1:], len(sorted_steps)]
     for step, first_row, end_row in zip(step_numbers.tolist(), first_rows, end_rows, strict=True):
         rows = slice(first_row, end_row)
-        is_same_operation = np.diff(sorted_operations[0, rows]) == 0
-        if (is_same_operation & (np.diff(sorted_pipelines[rows]) == 0)).any():
+        is_repeated = np.diff(sorted_operations[0, rows]) == 0
+        if (is_repeated & (np.diff(sorted_pipelines[rows]) == 0)).any():
             skipped_steps[step] = "an operation is recorded twice: kind and seq_id must identify a rank's operations"
             continue
         node_count, remainder = divmod(end_row - first_row, pipeline_count)

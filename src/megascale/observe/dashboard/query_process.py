@@ -29,6 +29,7 @@ _questions: Questions | None = None  # set in an answering process
 def _initialise_process(sources: Sources, memory: str, nice: int) -> None:
     global _questions
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the server ends this process
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.nice(nice)
     _questions = Questions(sources, memory)
@@ -62,7 +63,12 @@ class QueryProcess:
     def _start(self) -> ProcessPoolExecutor:
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(1, mp_context=context, initializer=_initialise_process, initargs=self._arguments)
-        pool.submit(os.getpid)  # starts the process, so that the first question does not wait for its imports
+        # The process inherits the mask. A Ctrl-C during its imports would print a traceback.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            pool.submit(os.getpid)  # starts the process, so that the first question does not wait for its imports
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return pool
 
     async def ask(self, question: str, run: Path, **options: Any) -> bytes:

@@ -18,7 +18,7 @@ from typing import Any
 
 from megascale.core import strict_json
 from megascale.core.calls import Call, CallRecord, GroupCounts, PendingWait
-from megascale.core.group_names import read_attempt, remove_attempt
+from megascale.core.group_names import ATTEMPT_KEY, read_attempt, remove_attempt
 from megascale.core.untrusted_files import check_pickle, read_bounded
 from megascale.errors import DataError
 
@@ -90,9 +90,14 @@ def _parse_rank(file: Path) -> int:
 
 
 def _convert(dump: dict[str, Any], rank: int) -> FlightDump:
+    attempt = dump.get(ATTEMPT_KEY)
     configured_groups = sorted(
         dump.get("pg_config", {}).values(), key=lambda group: read_attempt(str(group.get("name"))) or 0
     )
+    if isinstance(attempt, int):
+        configured_groups = [
+            group for group in configured_groups if read_attempt(str(group.get("name"))) in (None, attempt)
+        ]
     # Of groups with the same name, the last one is of the newest attempt.
     members = {
         remove_attempt(str(group.get("name"))): _parse_members(group.get("ranks")) for group in configured_groups
@@ -102,7 +107,11 @@ def _convert(dump: dict[str, Any], rank: int) -> FlightDump:
     queued_counts: Counter[str] = Counter()  # by group
     is_device = False
     # torch leaves out the key "entries" of a dump without calls.
-    entries = _drop_earlier_attempts(dump["entries"] if "pg_config" not in dump else dump.get("entries", ()))
+    entries = dump["entries"] if "pg_config" not in dump else dump.get("entries", ())
+    if isinstance(attempt, int):
+        entries = _drop_other_attempts(entries, attempt, is_prepared="world" in members)
+    else:
+        entries = _drop_earlier_attempts(entries)
     has_start_times = any(entry.get("time_discovered_started_ns") for entry in entries)
     for entry in entries:
         name, description = entry["process_group"]
@@ -129,8 +138,9 @@ def _convert(dump: dict[str, Any], rank: int) -> FlightDump:
     for group, count in queued_counts.items():
         started[group] -= count  # queued calls are the newest ones of their group
     pending_counts = Counter(call.group for _, call in pending)
-    # torch's name of the group of all ranks is "0".
-    sizes = {group: len(members.get("0" if group == "world" else group, ())) for group in started}
+    if "0" in members:
+        members.setdefault("world", members["0"])  # torch's name of the group of all ranks
+    sizes = {group: len(members.get(group, ())) for group in started}
     groups = {
         group: GroupCounts(sizes[group], count, count - pending_counts[group]) for group, count in started.items()
     }
@@ -141,6 +151,25 @@ def _convert(dump: dict[str, Any], rank: int) -> FlightDump:
     world = max(1, *sizes.values()) if sizes else 0
     record = CallRecord(rank, 0, world, waiting=waiting, groups=groups, calls=tuple(calls), is_complete=False)
     return FlightDump(is_device, record)
+
+
+def _drop_other_attempts(
+    entries: Sequence[dict[str, Any]], attempt: int, is_prepared: bool
+) -> Sequence[dict[str, Any]]:
+    """Return the calls of an attempt, in order. Groups that are prepared for the next attempt may have calls too.
+
+    Args:
+        is_prepared: whether the attempt's groups were prepared. The name of its default group then has the attempt.
+    """
+    attempts = [read_attempt(str(entry["process_group"][0])) for entry in entries]
+    remaining = [entry for entry, number in zip(entries, attempts, strict=True) if number in (None, attempt)]
+    if not is_prepared:
+        return _drop_earlier_attempts(remaining)
+    own_numbers = [
+        int(entry.get("pg_id") or 0) for entry, number in zip(entries, attempts, strict=True) if number == attempt
+    ]
+    first_number = min(own_numbers, default=0)
+    return [entry for entry in remaining if int(entry.get("pg_id") or 0) >= first_number]
 
 
 def _drop_earlier_attempts(entries: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:

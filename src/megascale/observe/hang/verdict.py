@@ -155,7 +155,7 @@ def explain_hang(scene: Scene, layout: Layout | None = None) -> Hang:
         return Hang("none", waits=waits, evidence=(sentence,))
     judge = _Judge(scene, records, members, waits=waits, departures=_find_departures(scene, records, layout))
     for find_cause in (
-        judge.find_gone_or_stopped,
+        judge.find_lost_processes,
         judge.find_silent,
         judge.find_readers,
         judge.find_departed,
@@ -182,16 +182,16 @@ def _has_lost_peer(evidence: RankEvidence) -> bool:
 def _find_departures(scene: Scene, records: Mapping[int, CallRecord], layout: Layout | None) -> dict[int, Departure]:
     """Return the departures by rank.
 
-    The ranks' own records are used if all ranks have one, because flight records lack steps and the calls in replayed
-    CUDA graphs.
+    The records of this package's recorder are used if all ranks have one, because flight records lack steps and the
+    calls in replayed CUDA graphs.
     """
-    own_records = select_own_records(scene)
-    if not own_records.keys() >= records.keys():
+    recorder_records = select_own_records(scene)
+    if not recorder_records.keys() >= records.keys():
         return find_departures(records, layout)
     steps_ahead = 0
     if are_calls_on_devices(scene):
         steps_ahead = 1  # the host is up to one step ahead of the hanging call
-    return find_departures(own_records, layout, steps_ahead)
+    return find_departures(recorder_records, layout, steps_ahead)
 
 
 class _UnmatchedLaunch(NamedTuple):
@@ -219,7 +219,7 @@ class _Judge:
     waits: tuple[Wait, ...]
     departures: Mapping[int, Departure]
 
-    def find_gone_or_stopped(self) -> Hang | None:
+    def find_lost_processes(self) -> Hang | None:
         """Find processes that are gone or stopped, unless all processes are gone."""
         all_evidence = list(self.scene.ranks.values())
         if not any(evidence.process in ("running", "stopped") for evidence in all_evidence):
@@ -352,13 +352,13 @@ class _Judge:
         """
         outside_waits = [wait for wait in self.waits if wait.rank not in ranks]
         waits_for_ranks = [wait for wait in outside_waits if set(wait.on) & set(ranks)]
-        waits_in_same_group = [wait for wait in outside_waits if set(self.members.get(wait.group, ())) & set(ranks)]
+        group_waits = [wait for wait in outside_waits if set(self.members.get(wait.group, ())) & set(ranks)]
         evidence = [reason]
-        group, op, sequence = "", "", 0
-        if waits_for_ranks or waits_in_same_group:
-            longest = (waits_for_ranks + waits_in_same_group)[0]
-            group, op, sequence = longest.group, longest.op, longest.sequence
-            waiters = [wait.rank for wait in outside_waits if wait.group == group]
+        call: Call | Wait | None = None
+        if waits_for_ranks or group_waits:
+            longest = (waits_for_ranks + group_waits)[0]
+            call = longest
+            waiters = [wait.rank for wait in outside_waits if wait.group == longest.group]
             state = f"{list_ranks(longest.on)} did not join it"
             if longest.all_came:
                 state = "all joined it, and it is under way"
@@ -367,14 +367,24 @@ class _Judge:
         else:
             launch = self._find_unmatched_launch(ranks)
             if launch is not None:
-                group, op, sequence = launch.call.group, launch.call.op, launch.call.sequence
+                call = launch.call
                 evidence.append(
-                    f"rank {launch.rank} launched {op} (call {sequence} of {group}), "
+                    f"rank {launch.rank} launched {call.op} (call {call.sequence} of {call.group}), "
                     f"{list_ranks(launch.absent_ranks)} did not join it"
                 )
         evidence += details + describe_stacks(self.scene, ranks)
         evidence += [line for line in describe_waits(self.waits) if line not in evidence]
-        return Hang(kind, ranks, group=group, op=op, sequence=sequence, waits=self.waits, evidence=tuple(evidence))
+        if call is None:
+            return Hang(kind, ranks, group="", op="", sequence=0, waits=self.waits, evidence=tuple(evidence))
+        return Hang(
+            kind,
+            ranks,
+            group=call.group,
+            op=call.op,
+            sequence=call.sequence,
+            waits=self.waits,
+            evidence=tuple(evidence),
+        )
 
     def _find_unmatched_launch(self, ranks: tuple[int, ...]) -> _UnmatchedLaunch | None:
         """Find the first call that another rank launched and that some of `ranks` are members of but did not launch.

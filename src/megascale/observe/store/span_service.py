@@ -90,7 +90,7 @@ class SpanService:
         self._make_ingest = make_ingest
         self._rings: dict[SpanRing, bool] = {}  # value: whether the ring's rank is connected
         self._lock = threading.Lock()  # protects `_rings`, which connections and the thread change
-        self._requested_steps = (0, 0)  # first and last step of which all spans are requested
+        self._requested_steps = (0, 0)  # all spans of the steps from the first to the second one are requested
         self._lost: dict[int, LostCounts] = {}  # by rank
         self._network = check_network(os.environ)  # the environment of the ranks, which start this process
         self._ending = threading.Event()
@@ -164,12 +164,13 @@ class SpanService:
     def _run(self) -> None:
         """Take frames until the service stops. A failure ends the process, so that the ranks start a new one."""
         try:
-            self._take_until_stopped()
+            self._take_all_frames()
         except Exception:
             log.exception("the span service cannot continue; training does")
             os._exit(1)
 
-    def _take_until_stopped(self) -> None:
+    def _take_all_frames(self) -> None:
+        """Take and store frames until the service stops, and the remaining frames then."""
         ingest = self._make_ingest()
         counters = HostCounters()
         rates = NicRates(self._find_sampled_step)
@@ -182,11 +183,11 @@ class SpanService:
             rate_records = rates.take_records()
             if len(rate_records):
                 ingest.add_records(COUNTERS, rate_records)
-            now = time.monotonic()
-            if now - last_flush_time >= _FLUSH_SECONDS:
-                last_flush_time = now
+            time_s = time.monotonic()
+            if time_s - last_flush_time >= _FLUSH_SECONDS:
+                last_flush_time = time_s
                 self._run_each_second(ingest, counters)
-            ingest.maintain(now)
+            ingest.maintain(time_s)
         rates.close()
         counters.close()
         self._take_frames(ingest)
@@ -206,7 +207,7 @@ class SpanService:
             log.log(level, "%s %s: %s; advised: %s", setting.device, setting.name, setting.value, setting.advised)
 
     def _find_sampled_step(self) -> int:
-        """Return the newest step of connected ranks of which all spans are recorded; 0 if they record roll-ups only."""
+        """Return the newest step for which connected ranks record all spans; 0 if they record roll-ups only."""
         with self._lock:
             return max((ring.sampled_step for ring, is_connected in self._rings.items() if is_connected), default=0)
 
@@ -239,11 +240,11 @@ class SpanService:
             rings = list(self._rings.items())
         is_full = ingest.is_full()
         for ring, is_connected in rings:
-            taken_bytes = 0
+            frame_bytes = 0
             if not is_full:
-                taken_bytes = ingest.take_frames(ring)
+                frame_bytes = ingest.take_frames(ring)
             self._lost[ring.rank] = LostCounts(ring.lost_spans, ring.lost_rollups)
-            if not is_connected and not taken_bytes:
+            if not is_connected and not frame_bytes:
                 with self._lock:
                     del self._rings[ring]
                 ring.close()
@@ -258,7 +259,7 @@ class SpanService:
         self._write_state(ingest)
 
     def _read_request(self) -> None:
-        """Read the steps of which all spans are requested (`megascale spans RUN --steps N`), and inform the ranks."""
+        """Read for which steps all spans are requested (`megascale spans RUN --steps N`), and inform the ranks."""
         try:
             record = strict_json.loads(read_small_text(self.out.parent / REQUEST_FILE))
             requested = (max(0, int(record["first"])), max(0, int(record["last"])))

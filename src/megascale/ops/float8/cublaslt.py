@@ -1,30 +1,34 @@
-"""Float8 GEMMs that add to a float32 result, by direct calls of the cuBLASLt that torch has loaded.
+"""Float8 GEMMs by direct calls of the cuBLASLt that torch has loaded.
 
-`torch._scaled_mm` cannot add to its output (torch 2.11). A weight gradient would need another float32 tensor and
-another pass. This module calls `cublasLtMatmul` through ctypes. Attribute numbers are those of cublasLt.h, which are
-stable between versions (12.9 and later have row-wise scales).
+`multiply` gives the bits of `torch._scaled_mm`, with less work per call: descriptors, layouts and the algorithm are
+made once per shape, as a `Plan`. A call then passes addresses. `matmul_into` adds to its target, which `_scaled_mm`
+cannot do (torch 2.11): a weight gradient would need another float32 tensor and another pass.
 
-A plan (descriptors, layouts, algorithm) is made once per shape. cuBLASLt is column-major, so it computes the transpose
-D^T = B A^T of the row-major D [M, N] = A [M, K] B [N, K]^T. Its first operand is therefore b with OP_T, and its second
-operand is a with OP_N.
+Calls go through ctypes. Attribute numbers are those of cublasLt.h, which are stable between versions (12.9 and later
+have row-wise scales). cuBLASLt is column-major, so it computes the transpose D^T = B A^T of the row-major
+D [M, N] = A [M, K] B [N, K]^T. Its first operand is therefore b with OP_T, and its second operand is a with OP_N.
+
+Work is launched on the device's current stream. Each stream has its own workspace, so that streams may run GEMMs at the
+same time. A CUDA graph may capture the calls: they do not synchronise, and workspaces are never freed.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import addressof, byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megascale import torch_private
 from megascale.errors import TrainingError
-from megascale.ops.float8.formats import check_operands, check_scales
+from megascale.ops.float8.formats import ALIGNED, check_operands, check_scales
 
-WORKSPACE_BYTES = 32 << 20  # NVIDIA's recommendation for Hopper
-MAX_PROPOSALS = 8  # algorithms requested; the first is used
+WORKSPACE_BYTES = 32 << 20  # workspace of GEMMs that add to their target: NVIDIA's recommendation for Hopper
+MAX_PROPOSALS = 8  # algorithms requested for them; the first is used
 
 # The next numbers are values of enumerations in cublasLt.h.
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
@@ -35,12 +39,16 @@ _OP_T = 1
 # Attributes of a descriptor.
 _TRANSA = 3
 _TRANSB = 4
+_EPILOGUE = 7
+_BIAS = 8
 _A_SCALE = 17
 _B_SCALE = 18
 _FAST = 25
+_BIAS_TYPE = 26
 _A_SCALE_MODE = 31
 _B_SCALE_MODE = 32
 _OUTER_VECTOR = 3  # value of the scale modes: a scale for each row
+_ADD_BIAS = 4  # value of the epilogue
 _PREFERENCE_WORKSPACE = 1
 _STATUS = {1: "not initialised", 3: "allocation failed", 7: "invalid value", 8: "architecture mismatch"}
 _STATUS |= {11: "mapping error", 13: "execution failed", 14: "internal error", 15: "not supported"}
@@ -90,14 +98,23 @@ def find_library_path(maps: str = "/proc/self/maps") -> str:
 
 
 class _Library:
-    """cuBLASLt with typed calls that raise, a handle per device and a workspace per device and stream."""
+    """cuBLASLt with typed calls that raise, a handle per device and workspaces per device and stream.
+
+    Attributes:
+        calls: functions of the library, by name.
+        set_attribute: cublasLtMatmulDescSetAttribute without release of the interpreter's lock, since it only copies a
+            few bytes. Another thread might keep the lock for milliseconds.
+    """
 
     def __init__(self) -> None:
         self.path = find_library_path()
         self.calls = ctypes.CDLL(self.path)
         self.handles: dict[int, c_void_p] = {}
-        self.workspaces: dict[tuple[int, int], Tensor] = {}
+        self.workspaces: dict[tuple[int, int, int], Tensor] = {}
         self.declare(self.calls)
+        self.set_attribute = ctypes.PyDLL(self.path).cublasLtMatmulDescSetAttribute
+        self.set_attribute.argtypes = CALLS["cublasLtMatmulDescSetAttribute"]
+        self.set_attribute.restype = c_int
         self.version = int(self.calls.cublasLtGetVersion())
 
     @staticmethod
@@ -112,8 +129,11 @@ class _Library:
         """Call a function of cuBLASLt. Raises TrainingError, with `context` in its message, if the call fails."""
         status = getattr(self.calls, name)(*arguments)
         if status:
-            meaning = _STATUS.get(status, "unknown")
-            raise TrainingError(f"{name} of {self.path} failed with status {status} ({meaning}){context}")
+            raise TrainingError(self.explain(name, status) + context)
+
+    def explain(self, name: str, status: int) -> str:
+        """Return a description of a failed call."""
+        return f"{name} of {self.path} failed with status {status} ({_STATUS.get(status, 'unknown')})"
 
     def get_handle(self, device: int) -> c_void_p:
         """Return the library's handle for a device, created by the first call."""
@@ -124,17 +144,17 @@ class _Library:
             self.handles[device] = handle
         return self.handles[device]
 
-    def get_workspace(self, device: int, stream: int) -> int:
-        """Return the address of the workspace for a device and stream, allocated by the first call."""
-        workspace = self.workspaces.get((device, stream))
+    def get_workspace(self, device: int, stream: int, nbytes: int) -> int:
+        """Return the address of a workspace for a device and stream, allocated by the first call."""
+        workspace = self.workspaces.get((device, stream, nbytes))
         if workspace is None:
-            workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
-            self.workspaces[device, stream] = workspace
+            workspace = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
+            self.workspaces[device, stream, nbytes] = workspace
         return workspace.data_ptr()
 
 
 _library: _Library | None = None
-# Backward runs in another thread, and each GEMM writes its scale pointers into the shared plan.
+# Backward runs in another thread, and each GEMM writes its addresses into the shared plan.
 _lock = threading.RLock()
 
 
@@ -147,57 +167,118 @@ def get_library() -> _Library:
         return _library
 
 
+class Problem(NamedTuple):
+    """All that a plan depends on.
+
+    Attributes:
+        device: index of the device.
+        a_shape, b_shape: sizes [M, K] and [N, K].
+        a_type, b_type, type: types of a, b and the result.
+        fast: accumulate in about 14 bits.
+        row_wise: whether each row of a and b has a scale.
+        has_bias: whether a bias of the result's type is added.
+        as_torch: whether the algorithm is that of `torch._scaled_mm`.
+    """
+
+    device: int
+    a_shape: torch.Size
+    b_shape: torch.Size
+    a_type: torch.dtype
+    b_type: torch.dtype
+    type: torch.dtype
+    fast: bool
+    row_wise: bool
+    has_bias: bool
+    as_torch: bool
+
+    def describe(self) -> str:
+        """Return the GEMM in words, for messages."""
+        M, K = self.a_shape
+        return f"[{M}, {K}] x [{self.b_shape[0]}, {K}]^T, {self.a_type} x {self.b_type} -> {self.type}"
+
+
+class Addresses(NamedTuple):
+    """Addresses of a GEMM's tensors; 0: no bias."""
+
+    target: int
+    a: int
+    a_scale: int
+    b: int
+    b_scale: int
+    bias: int
+
+
 class Plan:
-    """Descriptor, layouts and proposed algorithms (best first) of one shape."""
+    """Descriptor, layouts and algorithm of a problem.
 
-    def __init__(
-        self,
-        device: int,
-        M: int,
-        N: int,
-        K: int,
-        types: tuple[torch.dtype, ...],
-        *,
-        fast: bool,
-        row_wise: bool,
-    ) -> None:
-        """Create the plan of a GEMM a [M, K] x b [N, K]^T.
+    The library proposes an algorithm for the addresses of scales and bias, so the first call's addresses are given.
+    Raises TrainingError if the library proposes none.
+    """
 
-        Args:
-            types: types of a, b and the result.
-            fast: accumulate in about 14 bits.
-            row_wise: whether each row of a and b has a scale.
-        """
+    def __init__(self, problem: Problem, addresses: Addresses) -> None:
         lt = get_library()
-        self.context = f", for [{M}, {K}] x [{N}, {K}]^T, {types[0]} x {types[1]} -> {types[2]}"
-        self.device = device
-        self.handle = lt.get_handle(device)
+        self.device = problem.device
+        self.context = f", for {problem.describe()}"
+        self.workspace_bytes, self.proposals = WORKSPACE_BYTES, MAX_PROPOSALS
+        if problem.as_torch:
+            self.workspace_bytes, self.proposals = torch_private.get_cublaslt_workspace_bytes(), 1
+        self.handle = lt.get_handle(problem.device).value
         self.descriptor = c_void_p()
         lt("cublasLtMatmulDescCreate", byref(self.descriptor), _COMPUTE_32F, _SCALE_32F)
         self.set_attribute(_TRANSA, c_int32(_OP_T))
         self.set_attribute(_TRANSB, c_int32(_OP_N))
-        self.set_attribute(_FAST, c_int8(fast))
-        if row_wise:
+        self.set_attribute(_FAST, c_int8(problem.fast))
+        if problem.row_wise:
             self.set_attribute(_A_SCALE_MODE, c_int32(_OUTER_VECTOR))
             self.set_attribute(_B_SCALE_MODE, c_int32(_OUTER_VECTOR))
-        self.a, self.b = c_void_p(), c_void_p()
-        self.d = c_void_p()
-        lt("cublasLtMatrixLayoutCreate", byref(self.a), _TYPES[types[0]], K, M, K)
-        lt("cublasLtMatrixLayoutCreate", byref(self.b), _TYPES[types[1]], K, N, K)
-        lt("cublasLtMatrixLayoutCreate", byref(self.d), _TYPES[types[2]], N, M, N)
-        self.results = (_Heuristic * MAX_PROPOSALS)()
-        self.has_proposals = False
+        if problem.has_bias:
+            self.set_attribute(_EPILOGUE, c_int32(_ADD_BIAS))
+            self.set_attribute(_BIAS_TYPE, c_int32(_TYPES[problem.type]))
+        (M, K), N = problem.a_shape, problem.b_shape[0]
+        self.a = self._create_layout(problem.a_type, K, M)
+        self.b = self._create_layout(problem.b_type, K, N)
+        self.d = self._create_layout(problem.type, N, M)
+        # Memory from which the library copies an address.
+        self._address = c_uint64()
+        self._address_at = addressof(self._address)
+        self._scales_and_bias = (0, 0, 0)
+        self._set_addresses(addresses.a_scale, addresses.b_scale, addresses.bias)
+        self.results = (_Heuristic * self.proposals)()
+        self.algorithm = addressof(self.results)
+        self._propose()
 
     def set_attribute(self, attribute: int, value: Any) -> None:
         """Set an attribute of the descriptor."""
         get_library()("cublasLtMatmulDescSetAttribute", self.descriptor, attribute, byref(value), ctypes.sizeof(value))
 
-    def propose(self) -> None:
-        """Request algorithms. The scale pointers must be set, because the library's proposals depend on them."""
+    def _create_layout(self, dtype: torch.dtype, rows: int, columns: int) -> int:
+        """Return the address of the layout of a column-major matrix without gaps."""
+        layout = c_void_p()
+        get_library()("cublasLtMatrixLayoutCreate", byref(layout), _TYPES[dtype], rows, columns, rows)
+        assert layout.value is not None
+        return layout.value
+
+    def _set_addresses(self, a_scale: int, b_scale: int, bias: int) -> None:
+        """Write the addresses of scales and bias into the descriptor."""
+        set_attribute, descriptor = get_library().set_attribute, self.descriptor
+        # The library's operand A is b, see the module's docstring.
+        self._address.value = b_scale
+        status = set_attribute(descriptor, _A_SCALE, self._address_at, 8)
+        self._address.value = a_scale
+        status = status or set_attribute(descriptor, _B_SCALE, self._address_at, 8)
+        if bias:
+            self._address.value = bias
+            status = status or set_attribute(descriptor, _BIAS, self._address_at, 8)
+        if status:
+            raise TrainingError(get_library().explain("cublasLtMatmulDescSetAttribute", status) + self.context)
+        self._scales_and_bias = a_scale, b_scale, bias
+
+    def _propose(self) -> None:
+        """Request algorithms, best first."""
         lt = get_library()
         preference, count = c_void_p(), c_int()
         lt("cublasLtMatmulPreferenceCreate", byref(preference))
-        size = c_uint64(WORKSPACE_BYTES)
+        size = c_uint64(self.workspace_bytes)
         lt("cublasLtMatmulPreferenceSetAttribute", preference, _PREFERENCE_WORKSPACE, byref(size), ctypes.sizeof(size))
         try:
             lt(
@@ -209,7 +290,7 @@ class Plan:
                 self.d,
                 self.d,
                 preference,
-                MAX_PROPOSALS,
+                self.proposals,
                 self.results,
                 byref(count),
                 context=self.context,
@@ -218,57 +299,121 @@ class Plan:
             lt("cublasLtMatmulPreferenceDestroy", preference)
         if not count.value:
             raise TrainingError(f"cuBLASLt {lt.version} proposes no algorithm{self.context}")
-        self.has_proposals = True
 
-    def run(self, target: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, beta: c_float) -> None:
-        """Compute target = a @ b^T times both scales + beta * target."""
+    def run(self, addresses: Addresses, beta: int) -> int:
+        """Launch target = a @ b^T times both scales + bias + beta * target. Return cuBLASLt's status.
+
+        Args:
+            beta: address of a float32.
+        """
         lt = get_library()
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        # The library's operand A is b, see the module's docstring.
-        self.set_attribute(_A_SCALE, c_void_p(b_scale.data_ptr()))
-        self.set_attribute(_B_SCALE, c_void_p(a_scale.data_ptr()))
-        if not self.has_proposals:
-            self.propose()
-        lt(
-            "cublasLtMatmul",
+        target, a, a_scale, b, b_scale, bias = addresses
+        stream = torch_private.current_raw_stream(self.device)
+        if (a_scale, b_scale, bias) != self._scales_and_bias:
+            self._set_addresses(a_scale, b_scale, bias)
+        status: int = lt.calls.cublasLtMatmul(
             self.handle,
             self.descriptor,
-            byref(_ALPHA),
-            b.data_ptr(),
+            _ALPHA_AT,
+            b,
             self.b,
-            a.data_ptr(),
+            a,
             self.a,
-            byref(beta),
-            target.data_ptr(),
+            beta,
+            target,
             self.d,
-            target.data_ptr(),
+            target,
             self.d,
-            byref(self.results[0]),
-            lt.get_workspace(self.device, stream),
-            WORKSPACE_BYTES,
+            self.algorithm,
+            lt.get_workspace(self.device, stream, self.workspace_bytes),
+            self.workspace_bytes,
             stream,
-            context=self.context,
         )
+        return status
 
 
-# Plans by device, sizes, types and options.
-_plans: dict[tuple[Any, ...], Plan] = {}
+MAX_PLANS = 4096  # prompts of any length would otherwise add plans without end
+_plans: dict[Problem, Plan] = {}
+_refusals: dict[Problem, str] = {}  # why cuBLASLt does not run a problem of `multiply`
 _ALPHA = c_float(1.0)
 _BETA_OVERWRITE, _BETA_ADD = c_float(0.0), c_float(1.0)
+_ALPHA_AT, _OVERWRITE_AT, _ADD_AT = addressof(_ALPHA), addressof(_BETA_OVERWRITE), addressof(_BETA_ADD)
 
 
-def _find_plan(target: Tensor, a: Tensor, b: Tensor, fast: bool, row_wise: bool) -> Plan:
-    """Return the plan for these tensors, created by the first call."""
-    M, K = a.shape
-    N = b.shape[0]
-    key = (a.device.index, M, N, K, a.dtype, b.dtype, target.dtype, fast, row_wise)
-    plan = _plans.get(key)
+def _find_plan(problem: Problem, addresses: Addresses) -> Plan:
+    """Return the plan of a problem, created by the first call."""
+    plan = _plans.get(problem)
     if plan is None:
-        check_operands(M, N, K, a.dtype, b.dtype)
-        types = (a.dtype, b.dtype, target.dtype)
-        plan = Plan(a.device.index, M, N, K, types, fast=fast, row_wise=row_wise)
-        _plans[key] = plan
+        M, K = problem.a_shape
+        check_operands(M, problem.b_shape[0], K, problem.a_type, problem.b_type)
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        plan = _plans[problem] = Plan(problem, addresses)
     return plan
+
+
+def multiply(
+    out: Tensor,
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *,
+    bias: Tensor | None = None,
+    fast: bool = False,
+) -> str:
+    """Compute out [M, N] = a [M, K] @ b [N, K]^T times both scales, plus bias [N], with the bits of `_scaled_mm`.
+
+    Raises FitError for unsupported sizes, formats and addresses of scales.
+
+    Args:
+        a_scale, b_scale: float32, [] each, or [M, 1] and [N, 1].
+        fast: accumulate in about 14 bits.
+
+    Returns:
+        Why cuBLASLt has not run the GEMM, or an empty string. `out` is unchanged with a reason.
+    """
+    addresses = Addresses(
+        out.data_ptr(),
+        a.data_ptr(),
+        a_scale.data_ptr(),
+        b.data_ptr(),
+        b_scale.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+    )
+    target, a_at, a_scale_at, b_at, b_scale_at, bias_at = addresses
+    if (target | a_at | b_at | a_scale_at | b_scale_at | bias_at) % ALIGNED:
+        check_scales(a_scale, b_scale)
+        return f"an address is not a multiple of {ALIGNED}"
+    if not (a.is_contiguous() and b.is_contiguous() and out.is_contiguous()):
+        return "a matrix is not contiguous"
+    if bias is not None and bias.dtype != out.dtype:
+        return f"the bias is {bias.dtype} and the result {out.dtype}"
+    problem = Problem(
+        a.get_device(),
+        a.shape,
+        b.shape,
+        a.dtype,
+        b.dtype,
+        out.dtype,
+        fast,
+        row_wise=a_scale.dim() > 0,
+        has_bias=bias is not None,
+        as_torch=True,
+    )
+    with _lock:
+        if problem in _refusals:
+            return _refusals[problem]
+        try:
+            plan = _find_plan(problem, addresses)
+            status = plan.run(addresses, _OVERWRITE_AT)
+        except TrainingError as error:
+            _refusals[problem] = str(error)
+            return str(error)
+        if status:
+            _refusals[problem] = get_library().explain("cublasLtMatmul", status) + plan.context
+            return _refusals[problem]
+    return ""
 
 
 def matmul_into(
@@ -293,7 +438,21 @@ def matmul_into(
         fast: accumulate in about 14 bits.
     """
     check_scales(a_scale, b_scale)
-    row_wise = a_scale.numel() > 1 or b_scale.numel() > 1
+    addresses = Addresses(target.data_ptr(), a.data_ptr(), a_scale.data_ptr(), b.data_ptr(), b_scale.data_ptr(), bias=0)
+    problem = Problem(
+        a.get_device(),
+        a.shape,
+        b.shape,
+        a.dtype,
+        b.dtype,
+        target.dtype,
+        fast,
+        row_wise=a_scale.dim() > 0,
+        has_bias=False,
+        as_torch=False,
+    )
     with _lock:
-        plan = _find_plan(target, a, b, fast, row_wise)
-        plan.run(target, a, a_scale, b, b_scale, _BETA_OVERWRITE if overwrite else _BETA_ADD)
+        plan = _find_plan(problem, addresses)
+        status = plan.run(addresses, _OVERWRITE_AT if overwrite else _ADD_AT)
+        if status:
+            raise TrainingError(get_library().explain("cublasLtMatmul", status) + plan.context)

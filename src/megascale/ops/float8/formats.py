@@ -47,6 +47,11 @@ E4M3 = Format(torch.float8_e4m3fn, 448.0, 464.0, 2.0**-10)  # activations and we
 E5M2 = Format(torch.float8_e5m2, 57344.0, 61440.0, 2.0**-17)  # gradients: more range
 
 
+def view_as_format(x: Tensor, fmt: Format) -> Tensor:
+    """Return float8 numbers, or their bytes, as numbers of `fmt`. A view that changes nothing is not made."""
+    return x if x.dtype == fmt.dtype else x.view(fmt.dtype)
+
+
 @dataclass(frozen=True)
 class Float8:
     """A matrix [M, N] in float8 and its transpose, since float8 GEMMs read both operands along K.

@@ -12,12 +12,17 @@ For a linear layer y [T, O] = x [T, I] @ w [O, I]^T:
 kernels.mode=reference, the dequantised numbers are multiplied in float32 (in float64 for a float64 result). An
 unsupported device or shape is an error.
 
-y and dx use `torch._scaled_mm`. dw uses cuBLASLt directly, which adds in place: on an H200 this is 10 to 26% faster
-than `_scaled_mm` followed by an addition. Direct calls do not pay for the others. For y `_scaled_mm` was 1 to 4% faster
-at every shape. For dx direct calls were 2% faster in bursts and 1% slower under sustained load.
+All three call cuBLASLt directly (cublaslt.py). dw is added in place: on an H200 this is 10 to 26% faster than
+`torch._scaled_mm` followed by an addition. y and dx have the algorithm and the bits of `_scaled_mm`, at less work for
+the CPU per call. Where cuBLASLt refuses, `_scaled_mm` runs, and the record of operators has the reason. An earlier
+comparison, in which `_scaled_mm` was 1 to 4% faster for y, gave direct calls a workspace of 32 MiB and `_scaled_mm`
+torch's 1 MiB, so that the algorithms may have differed. `tests/gpu/gemm_calls.py` compares bits and times.
 """
 
 from __future__ import annotations
+
+import functools
+import os
 
 import torch
 from torch import Tensor
@@ -27,6 +32,9 @@ from megascale.errors import ConfigError, FitError
 from megascale.ops import dispatch
 from megascale.ops.float8 import cublaslt
 from megascale.ops.float8.formats import ALIGNED, check_operands, check_scales, dequantise
+
+# Whether y and dx call cuBLASLt directly. The variable's value 0 is a workaround, and for comparisons.
+CALLS_DIRECTLY = os.environ.get("MEGASCALE_DIRECT_GEMMS", "1") != "0"
 
 
 def check_device(device: torch.device | int) -> None:
@@ -61,11 +69,7 @@ def _on_tensor_cores(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> 
 
     Raises ConfigError or FitError if the device or the shape has no float8 GEMM.
     """
-    M, K = a.shape
-    N = b.shape[0]
-    assert b.shape[1] == K, (a.shape, b.shape)
-    row_wise = (M, 1), (N, 1)
-    assert a_scale.dim() == b_scale.dim() == 0 or (a_scale.shape, b_scale.shape) == row_wise, (a_scale, b_scale)
+    _check_shapes(a.shape, b.shape, a_scale.shape, b_scale.shape)
     check_scales(a_scale, b_scale)
     if not a.is_cuda:
         dispatch.record_choice("float8 GEMM", f"reference ({a.device.type} tensors)")
@@ -73,10 +77,29 @@ def _on_tensor_cores(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> 
     if dispatch.get_mode() == "reference":
         dispatch.record_choice("float8 GEMM", "reference (kernels.mode)")
         return False
-    check_device(a.device)
-    check_operands(M, N, K, a.dtype, b.dtype)
+    _check_problem(a.device, a.shape, b.shape, a.dtype, b.dtype)
     dispatch.record_choice("float8 GEMM", "tensor cores")
     return True
+
+
+# The next two functions are cached, because a GEMM is called with the same sizes thousands of times per step.
+@functools.lru_cache(maxsize=cublaslt.MAX_PLANS)
+def _check_shapes(a: torch.Size, b: torch.Size, a_scale: torch.Size, b_scale: torch.Size) -> None:
+    """Check that the shapes of operands and scales belong together."""
+    M, K = a
+    assert len(b) == 2, (a, b)
+    assert b[1] == K, (a, b)
+    row_wise = (M, 1), (b[0], 1)
+    assert not (a_scale or b_scale) or (a_scale, b_scale) == row_wise, (a_scale, b_scale)
+
+
+@functools.lru_cache(maxsize=cublaslt.MAX_PLANS)
+def _check_problem(
+    device: torch.device, a: torch.Size, b: torch.Size, a_type: torch.dtype, b_type: torch.dtype
+) -> None:
+    """Raise ConfigError or FitError if the device has no float8 GEMM of these shapes and types."""
+    check_device(device)
+    check_operands(a[0], b[0], a[1], a_type, b_type)
 
 
 def _reference(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -106,8 +129,40 @@ def matmul(
     if not _on_tensor_cores(a, a_scale, b, b_scale):
         y = _reference(a, a_scale, b, b_scale, dtype)
         return (y if bias is None else y + bias).to(dtype)
+    out = torch.empty(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
+    return _multiply(out, a, a_scale, b, b_scale, fast=fast, bias=bias)
+
+
+def _multiply(
+    out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, fast: bool, bias: Tensor | None
+) -> Tensor:
+    """Run `matmul` into `out` on tensor cores, by a direct call of cuBLASLt if possible. Record the choice."""
+    if CALLS_DIRECTLY:
+        reason = cublaslt.multiply(out, a, a_scale, b, b_scale, bias=bias, fast=fast)
+    else:
+        reason = "MEGASCALE_DIRECT_GEMMS=0"
+    if not reason:
+        dispatch.record_choice("float8 GEMM calls", "cuBLASLt, with the algorithm of torch._scaled_mm")
+        return out
+    dispatch.record_choice("float8 GEMM calls", f"torch._scaled_mm ({reason})")
+    return multiply_by_torch(out, a, a_scale, b, b_scale, fast=fast, bias=bias)
+
+
+def multiply_by_torch(
+    out: Tensor,
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *,
+    fast: bool = False,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Run `matmul` into `out` by `torch._scaled_mm`."""
     scale_b = b_scale.t() if b_scale.dim() else b_scale
-    return torch_private.scaled_mm(a, b.t(), a_scale, scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast)
+    return torch_private.scaled_mm(
+        a, b.t(), a_scale, scale_b, bias=bias, out_dtype=out.dtype, use_fast_accum=fast, out=out
+    )
 
 
 def matmul_into(
@@ -158,7 +213,4 @@ def matmul_out(
     if add:
         cublaslt.matmul_into(out, a, a_scale, b, b_scale, fast=fast)
         return out
-    scale_b = b_scale.t() if b_scale.dim() else b_scale
-    return torch_private.scaled_mm(
-        a, b.t(), a_scale, scale_b, bias=bias, out_dtype=out.dtype, use_fast_accum=fast, out=out
-    )
+    return _multiply(out, a, a_scale, b, b_scale, fast=fast, bias=bias)

@@ -18,14 +18,8 @@ from torch import Tensor
 from megascale.ops import dispatch
 from megascale.ops.dispatch import HAS_TRITON, cdiv, jit, tl, use_fused
 from megascale.ops.float8.formats import E4M3, dequantise
-from megascale.ops.grouped_gemm import (
-    DESCRIPTOR_ALIGN,
-    Tiling,
-    fit_tiling,
-    has_aligned_rows,
-    plan_tiles,
-    select_tile,
-)
+from megascale.ops.grouped_tiles import Tiling, fit_tiling, plan_tiles, select_tile
+from megascale.ops.row_copies import DESCRIPTOR_ALIGN, has_aligned_rows
 
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor

@@ -15,8 +15,6 @@ import logging
 import os
 import re
 import signal
-import socket
-import subprocess
 import tempfile
 import time
 import tomllib
@@ -26,7 +24,7 @@ from typing import Literal
 
 from megascale.config import ForeignConfig, ResilienceConfig
 from megascale.core.exit_record import ExitKind
-from megascale.core.failure import FailureLog, free_bytes
+from megascale.core.failure import free_bytes
 from megascale.core.process_orders import (
     DYING_VARIABLE,
     EARLY_VARIABLE,
@@ -38,7 +36,6 @@ from megascale.core.process_orders import (
     Resume,
     encode_order,
 )
-from megascale.core.python_process import module_command
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.core.untrusted_files import read_tail
 from megascale.resilience.agent.attempt_orders import (
@@ -47,32 +44,27 @@ from megascale.resilience.agent.attempt_orders import (
     make_network_variables,
     read_data_size,
 )
+from megascale.resilience.agent.dying_processes import DyingProcesses
+from megascale.resilience.agent.early_processes import EarlyProcesses
 from megascale.resilience.agent.foreign_program import ForeignProgram
+from megascale.resilience.agent.fork_server_link import ForkServerLink
 from megascale.resilience.agent.leftover_processes import kill_rank_processes
-from megascale.resilience.agent.node_folder import read_rank_processes, record_rank_processes
 from megascale.resilience.agent.process_usage import is_being_killed, read_usage
 from megascale.resilience.agent.rank_programs import MegascaleTrainer, RankProgram, TrainerProcess
 from megascale.resilience.agent.worker_report import describe_worker
-from megascale.resilience.process_birth import read_birth_time
 from megascale.resilience.protocol.agent_messages import PrepareGroups as GroupsOrder
 from megascale.resilience.protocol.agent_messages import Start
 from megascale.resilience.protocol.fork_messages import (
-    FROM_FORK_SERVER,
-    TO_FORK_SERVER,
-    Broken,
     Ended,
-    Fork,
     Forked,
-    ForkServerReady,
     Instruct,
 )
 from megascale.resilience.protocol.heartbeat import Worker
-from megascale.services.messages import FrameReader, Message
+from megascale.services.messages import Message
 from megascale.services.shared_token import derive_token
 
 log = logging.getLogger("megascale.agent")
-# A rank that has not left its attempt this long before the end of resilience.keep_seconds is asked for its stack.
-_STACK_SECONDS = 0.1
+_STACK_SECONDS = 0.1  # from the request for the stack of a late rank to the end of resilience.keep_seconds
 _POLL_SECONDS = 0.01  # interval of loops that wait for processes
 # Environment variables that an attempt changes. A rank that continues in its process receives them again.
 _RESUMED_VARIABLES = (
@@ -88,7 +80,6 @@ _RESUMED_VARIABLES = (
     DYING_VARIABLE,
 )
 _NO_ATTEMPT = 0  # attempt number in the order to fork an early process; attempts count from 1
-EARLY_SECONDS = 120.0  # until an unused early process is ended, unless it stays as a standby process
 _FAILED_STATUS = 1 << 8  # wait status of a process with exit code 1
 
 
@@ -124,92 +115,40 @@ class Trainers:
         self._shared = shared
         self._limits = limits
         self.program: RankProgram = MegascaleTrainer(run, folder / "job.toml", shared)
-        self._server: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-        self._read_task: asyncio.Task[None] | None = None  # reads the fork server's reports
-        self._is_server_ready = False  # whether the fork server has imported its modules
-        self._end_reason = ""  # reason for which the agent killed the fork server
-        self._start_failure: Broken | None = None  # report of a fork server that could not import its modules
+        self._fork_server = ForkServerLink(folder / "forkserver.log", self._handle_report, self._handle_server_end)
         self._start_order: Start | None = None  # start order of the present attempt
         self._groups_number = 0  # number of the newest preparation of groups that the driver has ordered
         self._is_preparing = False  # whether the start order only prepared processes for their first attempt
         # By rank: why its process was replaced since the last start, although the rank had no fault.
         self._replacement_reasons: dict[int, str] = {}
         self._common_environment: dict[str, str] = {}  # environment variables of all ranks
-        # By rank: id of its early process, or 0 while the fork server forks it. With resilience.standby_processes every
-        # rank has one from its first step on.
-        self._early_pids: dict[int, int] = {}
-        self._failed_standby_ranks: set[int] = set()  # ranks whose standby process has ended in the present attempt
-        self._dying_pids: set[int] = set()  # killed processes whose memory the kernel still frees
-        # Birth times of the same, of earlier fork servers and agents, which no longer report the end; by process id.
-        self._unreported_births = read_rank_processes(folder)
+        self._early = EarlyProcesses(limits.standby_processes, self._kill_early_process)
+        self._dying = DyingProcesses(folder)
 
     # the fork server ------------------------------------------------------------------------------------------------
 
     def start_server(self) -> None:
         """Start the fork server, after killing an older one with its trainers."""
         self.end_server()
-        agent_end, server_end = socket.socketpair()
-        agent_end.setblocking(False)
-        module = "megascale.resilience.agent.fork_server"
         # Without resilience.preload the server imports nothing, as for a foreign program.
-        modules = MegascaleTrainer.modules if self._limits.preload else ForeignProgram.modules
-        with open(self.folder / "forkserver.log", "ab") as out:
-            self._server = subprocess.Popen(
-                module_command(module, str(server_end.fileno()), str(os.getpid()), *modules),
-                pass_fds=[server_end.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
-        server_end.close()
-        self._socket = agent_end
-        self._is_server_ready = False
-        self._start_failure = None
-        self._read_task = asyncio.get_running_loop().create_task(self._read_reports(agent_end))
+        self._fork_server.start(MegascaleTrainer.modules if self._limits.preload else ForeignProgram.modules)
 
     def end_server(self) -> None:
         """Kill the fork server and all trainers with it."""
-        if self._read_task is not None:
-            self._read_task.cancel()
-        if self._socket is not None:
-            self._socket.close()
-        if self._server is not None:
-            self._note_unreported_ends()
+        self._fork_server.disconnect()
+        if self._fork_server.process is not None:
+            self._dying.end_with_server(self._list_processes())
             self._kill_ranks(self.list_running())
-            self._server.kill()
-            self._server.wait()
+        self._fork_server.kill()
         # No report of these ends will arrive. The wait status of a killed process is the signal's number.
         for trainer in self.list_running():
             trainer.end(signal.SIGKILL, by_agent=True)
-        self._server = None
-        self._socket = None
-        self._read_task = None
-        self._early_pids = {}
-        self._unreported_births |= {pid: read_birth_time(pid) for pid in self._dying_pids}
-        self._dying_pids = set()
+        self._early.pids = {}
+        self._dying.forget_server()
 
-    def _note_unreported_ends(self) -> None:
-        """Store which processes end with the fork server. Their replacements wait until their memory is free."""
-        pids = [trainer.pid for trainer in self.list_running()] + list(self._early_pids.values())
-        self._unreported_births |= {pid: read_birth_time(pid) for pid in pids if pid > 0}
-
-    def _record_processes(self) -> None:
-        """Store which processes end with this agent, so that the next agent names them to their replacements."""
-        pids = [trainer.pid for trainer in self.list_running()] + list(self._early_pids.values())
-        with contextlib.suppress(OSError):  # a full disk: replacements then do not wait for free memory
-            record_rank_processes(self.folder, {pid: read_birth_time(pid) for pid in pids if pid > 0})
-
-    def _list_dying_processes(self) -> list[int]:
-        """Return the killed processes whose memory the kernel may still free. Forget those that no server reports."""
-        pids = set(self._dying_pids)
-        for pid, birth in self._unreported_births.items():
-            had_ended = birth == 0  # when it was stored; another process may have the process id by now
-            if not had_ended and read_birth_time(pid) in (0, birth):
-                pids.add(pid)
-        self._unreported_births = {}
-        return sorted(pids)
+    def _list_processes(self) -> list[int]:
+        """Return the ids of all processes of ranks, early ones included; 0 for a process that is being forked."""
+        return [trainer.pid for trainer in self.list_running()] + list(self._early.pids.values())
 
     def _kill_ranks(self, trainers: Sequence[TrainerProcess]) -> None:
         """Kill ranks with their process groups.
@@ -224,73 +163,39 @@ class Trainers:
         if trainers and isinstance(self.program, ForeignProgram) and self._start_order is not None:
             kill_rank_processes(self.run, self._start_order.job, self.folder.name)
 
-    async def _read_reports(self, sock: socket.socket) -> None:
-        """Handle the reports of the fork server until it ends. Then start a new one, unless its imports failed."""
-        loop = asyncio.get_running_loop()
-        frames = FrameReader(FROM_FORK_SERVER)
-        try:
-            while data := await loop.sock_recv(sock, 65536):
-                for message in frames.feed(data):
-                    self._handle_report(message)
-        except OSError as error:
-            log.warning("the connection to the fork server ended: %s", error)
-        except Exception as error:
-            # Without the reports, the ends of the server's ranks would stay unknown, so the server is replaced.
-            FailureLog(log, "reading from the fork server").note(error, "the server and its ranks are ended")
-            if not self._end_reason:
-                self._end_reason = f"reports of the fork server cannot be read: {error}"
-            if self._server is not None:
-                self._server.kill()
-        # The server has ended, and the kernel has ended its ranks.
-        self._read_task = None  # so that `end_server` does not cancel this task
+    def _handle_server_end(self) -> None:
+        """Record the end of a fork server, which ends its ranks. Start a new server, unless its imports failed."""
         if isinstance(self.program, ForeignProgram):
             self._kill_ranks(self.list_running())  # their child processes outlive the server
         self._record_server_end()
         self.end_server()
         self._on_change()
-        if self._is_server_ready:  # else a new server would fail in the same way
+        if self._fork_server.is_ready:  # else a new server would fail in the same way
             self.start_server()
 
     def _record_server_end(self) -> None:
         """Record the end of the running ranks, which the kernel has killed with the fork server, and its reason."""
-        self._note_unreported_ends()
-        if self._start_failure:
+        self._dying.end_with_server(self._list_processes())
+        failure = self._fork_server.start_failure
+        if failure is not None:
             for trainer in self.list_running():
-                trainer.end(
-                    _FAILED_STATUS,
-                    record=self._start_failure.record,
-                    error=self._start_failure.error,
-                    tail=self._start_failure.tail,
-                )
-        elif self._server is not None and self.list_running():
-            # The server may close its socket shortly before it ends.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._server.wait(1.0)
-            code = self._server.returncode or 0
-            if code < 0:
-                description = f"signal {signal.Signals(-code).name}"
-            else:
-                description = f"exit code {code}"
-            error = self._end_reason or f"its fork server (process {self._server.pid}) ended with {description}"
-            self._end_reason = ""
+                trainer.end(_FAILED_STATUS, record=failure.record, error=failure.error, tail=failure.tail)
+        elif self._fork_server.process is not None and self.list_running():
+            reason = self._fork_server.describe_end()
             for trainer in self.list_running():
-                trainer.end(signal.SIGKILL, by_agent=True, error=error)
+                trainer.end(signal.SIGKILL, by_agent=True, error=reason)
 
     def _handle_report(self, message: Message) -> None:
         """Apply a report of the fork server."""
-        if isinstance(message, ForkServerReady):
-            self._is_server_ready = True
-        elif isinstance(message, Broken):
-            self._start_failure = message
-        elif isinstance(message, Forked) and message.attempt == _NO_ATTEMPT:
-            self._add_early_process(message.rank, message.pid)
-            self._record_processes()
+        if isinstance(message, Forked) and message.attempt == _NO_ATTEMPT:
+            self._early.add(message.rank, message.pid)
+            self._dying.record(self._list_processes())
         elif isinstance(message, Forked) and message.attempt == self.attempt:
             if message.rank in self.trainers:
                 self.trainers[message.rank].pid = message.pid
-                self._record_processes()
-        elif isinstance(message, Ended) and message.pid in self._dying_pids:
-            self._dying_pids.discard(message.pid)  # `note_kills` has recorded this end
+                self._dying.record(self._list_processes())
+        elif isinstance(message, Ended) and message.pid in self._dying.pids:
+            self._dying.pids.discard(message.pid)  # `note_kills` has recorded this end
             # The process may have reported an exception before it was killed, such as one for lack of memory.
             for trainer in self.trainers.values():
                 if trainer.pid == message.pid:
@@ -301,7 +206,7 @@ class Trainers:
                 if trainer.pid == message.pid:
                     trainer.end(message.status, record=message.record, error=message.error)
                     self._start_early_process(trainer)
-            self._drop_early_process(message)
+            self._early.drop(message)
         self._on_change()
 
     # an attempt -----------------------------------------------------------------------------------------------------
@@ -320,10 +225,10 @@ class Trainers:
         self._is_preparing = order.prepares
         self._groups_number = 0
         self.attempt = order.attempt
-        self._failed_standby_ranks = set()
-        if order.fresh or self._socket is None:
+        self._early.failed_ranks = set()
+        if order.fresh or not self._fork_server.is_connected:
             self.start_server()
-        dying_pids = ",".join(str(pid) for pid in self._list_dying_processes())
+        dying_pids = ",".join(str(pid) for pid in self._dying.list_all())
         logs = self.run / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         self.program.close()
@@ -349,7 +254,7 @@ class Trainers:
                 attempt_variables = {name: env[name] for name in _RESUMED_VARIABLES}
                 self._send_to_rank(trainer.pid, Resume(attempt_variables, data=read_data_size(order)))
             else:
-                self._send_to_server(self.program.make_fork(rank, self.attempt, environment=env, log=log_file))
+                self._fork_server.send(self.program.make_fork(rank, self.attempt, environment=env, log=log_file))
 
     def _make_common_environment(self, order: Start, address: str, *, token: bytes) -> dict[str, str]:
         """Return the environment variables of all ranks of an attempt (see `start` for the arguments)."""
@@ -392,96 +297,57 @@ class Trainers:
     def _start_early_process(self, trainer: TrainerProcess) -> None:
         """Start an early process for an ended rank, if the rank is to be replaced. It loads its modules meanwhile."""
         has_failed = trainer.status != 0 and not trainer.by_agent
-        if not has_failed or self._server is None or self._start_order is None or not self._keeps_processes:
+        if not has_failed or not self._keeps_processes:
+            return
+        if self._fork_server.process is None or self._start_order is None:
             return
         if trainer.rank in self._start_order.ranks and isinstance(self.program, MegascaleTrainer):
             self._fork_early_process(trainer, self._start_order.ranks.index(trainer.rank))
 
     def _fork_early_process(self, trainer: TrainerProcess, local_rank: int) -> None:
         """Start an early process for a rank, unless the rank has one."""
-        if trainer.rank in self._early_pids:
+        if not self._early.reserve(trainer.rank):
             return
         env = self._make_rank_environment(trainer.rank, local_rank)
         env[EARLY_VARIABLE] = "1"
-        self._early_pids[trainer.rank] = 0
-        self._send_to_server(self.program.make_fork(trainer.rank, _NO_ATTEMPT, environment=env, log=trainer.log))
+        self._fork_server.send(self.program.make_fork(trainer.rank, _NO_ATTEMPT, environment=env, log=trainer.log))
 
     def _start_standby_processes(self) -> None:
         """Start an early process for each rank once all ranks have completed a step, with resilience.standby_processes.
 
         Earlier, it would delay their start and take memory that their first step needs.
         """
-        if not self._limits.standby_processes or self._is_preparing or self._server is None:
+        if not self._limits.standby_processes or self._is_preparing or self._fork_server.process is None:
             return
         trainers = list(self.trainers.values())
         if isinstance(self.program, MegascaleTrainer) and all(trainer.has_stepped for trainer in trainers):
             for local_rank, trainer in enumerate(trainers):
-                if trainer.rank not in self._failed_standby_ranks:
+                if trainer.rank not in self._early.failed_ranks:
                     self._fork_early_process(trainer, local_rank)
 
-    def _add_early_process(self, rank: int, pid: int) -> None:
-        """Store the id of an early process that was forked, or end the process if no rank waits for it any more."""
-        if self._early_pids.get(rank) == 0:
-            self._early_pids[rank] = pid
-            if not self._limits.standby_processes:
-                asyncio.get_running_loop().call_later(EARLY_SECONDS, self._end_unused_process, rank, pid)
-        else:
-            self._end_early_process(pid)
-
-    def _drop_early_process(self, message: Ended) -> None:
-        """Forget an early process that has ended. Its rank gets no standby process until the next attempt.
-
-        A process that ends during its warm-up would otherwise be started again and again, and each would take memory.
-        """
-        for rank, pid in list(self._early_pids.items()):
-            if pid == message.pid:
-                del self._early_pids[rank]
-                self._failed_standby_ranks.add(rank)
-                reason = message.error or f"wait status {message.status}"
-                log.warning("the process that waits to replace rank %d has ended: %s", rank, reason)
-
     def _take_early_processes(self, order: Start, parked_pids: Mapping[int, int]) -> dict[int, int]:
-        """Return the process ids of early processes that the order can use, by rank.
-
-        End the other early processes, except those of ranks that stay if resilience.standby_processes is set.
+        """Return the process ids of early processes that the order can use, by rank, and end the others.
 
         Args:
             parked_pids: ids of the processes that stay, by local rank.
         """
-        early_pids = self._early_pids
-        self._early_pids = {}
-        is_usable = not order.fresh and not order.prepares and not explain_change(self._start_order, order)
-        used_pids = {}
-        for rank, pid in early_pids.items():
-            if not is_usable or not pid or not self._keeps_local_rank(rank, order):
-                self._end_early_process(pid)
-            elif order.ranks.index(rank) not in parked_pids:
-                used_pids[rank] = pid
-            elif self._limits.standby_processes:
-                self._early_pids[rank] = pid
-            else:
-                self._end_early_process(pid)
-        return used_pids
+        usable_ranks: list[int] = []
+        if not order.fresh and not order.prepares and not explain_change(self._start_order, order):
+            usable_ranks = [rank for rank in order.ranks if self._keeps_local_rank(rank, order)]
+        parked_ranks = [rank for local_rank, rank in enumerate(order.ranks) if local_rank in parked_pids]
+        return self._early.take(usable_ranks, parked_ranks)
 
     def _keeps_local_rank(self, rank: int, order: Start) -> bool:
         """Return whether a rank has the same local rank under the order, and so the GPU that its early process uses."""
-        if self._start_order is None or rank not in order.ranks or rank not in self._start_order.ranks:
+        if self._start_order is None or rank not in self._start_order.ranks:
             return False
         return self._start_order.ranks.index(rank) == order.ranks.index(rank)
 
-    def _end_unused_process(self, rank: int, pid: int) -> None:
-        """End an early process that no attempt has used in EARLY_SECONDS, because it occupies device memory."""
-        if self._early_pids.get(rank) == pid:
-            del self._early_pids[rank]
-            self._end_early_process(pid)
-
-    def _end_early_process(self, pid: int) -> None:
-        """End an early process. If it is still being forked (pid 0), `_add_early_process` ends it later."""
-        if pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-                if self._server is not None:
-                    self._dying_pids.add(pid)  # until the server reports the end
+    def _kill_early_process(self, pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            if self._fork_server.process is not None:
+                self._dying.pids.add(pid)  # until the server reports the end
 
     def _explain_replacements(self) -> dict[int, str]:
         """Return by rank why its process is replaced, although the rank itself had no fault. Forget these reasons."""
@@ -509,9 +375,9 @@ class Trainers:
         Returns:
             Whether `order` is thereby carried out.
         """
-        is_same = self._is_preparing and order.prepares and not explain_change(self._start_order, order)
+        is_unchanged = self._is_preparing and order.prepares and not explain_change(self._start_order, order)
         waiting = [trainer for trainer in self.list_running() if trainer.pid and not trainer.by_agent]
-        if not is_same or len(waiting) != len(order.ranks):
+        if not is_unchanged or len(waiting) != len(order.ranks):
             return False
         self.attempt = order.attempt
         self._start_order = order
@@ -574,16 +440,7 @@ class Trainers:
 
     def _send_to_rank(self, pid: int, order: ProcessOrder) -> None:
         """Send an order to a rank's process. The fork server forwards it."""
-        self._send_to_server(Instruct(pid, encode_order(order)))
-
-    def _send_to_server(self, order: Fork | Instruct) -> None:
-        assert self._socket is not None
-        # Blocking is safe, because the socket's buffer has space for the orders of all ranks.
-        self._socket.setblocking(True)
-        try:
-            self._socket.sendall(TO_FORK_SERVER.encode_frame(order))
-        finally:
-            self._socket.setblocking(False)
+        self._fork_server.send(Instruct(pid, encode_order(order)))
 
     def list_running(self) -> list[TrainerProcess]:
         """Return the ranks whose processes have not ended, parked ranks included."""
@@ -592,12 +449,12 @@ class Trainers:
 
     def kill_from_thread(self, reason: str) -> None:
         """Kill all ranks at once, because the driver may start them on another node. Any thread may call it."""
-        server = self._server
+        server = self._fork_server.process
         if server is None or server.returncode is not None or not self.list_running():
             return
-        if not self._end_reason:
+        if not self._fork_server.end_reason:
             log.error("ending the ranks of this node: %s", reason)
-        self._end_reason = reason
+        self._fork_server.end_reason = reason
         trainers = self.list_running()
         # The server is killed first, so that it does not report the ends of its ranks as if another process had
         # killed them.
@@ -620,9 +477,7 @@ class Trainers:
                 await self._await_leaving(grace_period)
             await self._park_ranks()
             return
-        for pid in self._early_pids.values():
-            self._end_early_process(pid)
-        self._early_pids = {}
+        self._early.end_all()
         if how == "kill":
             reason = "the driver ordered new processes, because the fault may concern all ranks"
             self._replacement_reasons |= {trainer.rank: reason for trainer in self.list_running() if trainer.is_parked}
@@ -632,7 +487,7 @@ class Trainers:
             # A rank that is still being forked has no process id yet, and gets the signal in a later round.
             signalled_pids |= self._signal_ranks(signal.SIGTERM, exclude=signalled_pids)
             await asyncio.sleep(_POLL_SECONDS)
-        while self.list_running() and self._server is not None:
+        while self.list_running() and self._fork_server.process is not None:
             self._signal_ranks(signal.SIGKILL)
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -640,7 +495,7 @@ class Trainers:
         """Order the ranks to leave the attempt after their step, and wait at most `seconds` until they are parked."""
         deadline = time.monotonic() + seconds
         instructed_pids: set[int] = set()
-        while self._server is not None and self.has_active_ranks() and time.monotonic() < deadline:
+        while self._fork_server.process is not None and self.has_active_ranks() and time.monotonic() < deadline:
             for trainer in self.list_running():
                 self._read_progress(trainer)
                 if trainer.pid and trainer.pid not in instructed_pids and not trainer.is_parked:
@@ -653,7 +508,7 @@ class Trainers:
         deadline = time.monotonic() + self._limits.keep_seconds
         instructed_pids: set[int] = set()
         stack_request_pids: set[int] = set()
-        while self._server is not None:
+        while self._fork_server.process is not None:
             active = []
             for trainer in self.list_running():
                 self._read_progress(trainer)
@@ -724,9 +579,10 @@ class Trainers:
         for trainer in self.list_running():
             if trainer.by_agent or trainer.pid <= 0 or not is_being_killed(trainer.pid):
                 continue
-            if self._server is None or self._server.poll() is not None or is_being_killed(self._server.pid):
+            server = self._fork_server.process
+            if server is None or server.poll() is not None or is_being_killed(server.pid):
                 return  # the server is ending too, and `_record_server_end` records the ends of its ranks
-            self._dying_pids.add(trainer.pid)
+            self._dying.pids.add(trainer.pid)
             trainer.end(signal.SIGKILL)
             self._start_early_process(trainer)
             self._on_change()
@@ -742,7 +598,7 @@ class Trainers:
         """
         if how in ("keep", "leave") and self._keeps_processes and isinstance(self.program, MegascaleTrainer):
             return
-        while self._dying_pids:
+        while self._dying.pids:
             await asyncio.sleep(_POLL_SECONDS)
 
     # telemetry --------------------------------------------------------------------------------------------------------

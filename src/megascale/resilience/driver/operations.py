@@ -48,7 +48,8 @@ class Operations:
             return
         self.record_event(Event.JOB_INTERRUPTED, action="stop", evidence=("a person interrupted the driver",))
         save = self.job.is_running  # Before the first step there is nothing new to save.
-        self.attempts.stop(JobEvent.INTERRUPTED, "interrupted", save=save, exit_code=EXIT_INTERRUPTED)
+        reason = "a person ended it; the same command resumes from the newest saved state"
+        self.attempts.stop(JobEvent.INTERRUPTED, reason, save=save, exit_code=EXIT_INTERRUPTED)
 
     def restart(self, reason: str, settings: Sequence[str] = ()) -> bool:
         """Save, then start again with newly imported code and with `settings` (section.key=value) changed.

@@ -135,7 +135,7 @@ def inject(run: Path, kind: str, options: Options | None = None) -> list[str]:
 
 def _request_from_trainer(run: Path, kind: str, options: Options) -> list[str]:
     """Write a request for a trainer into the run folder; return one sentence per effect."""
-    limits = configuration.load(run / "config.toml", keep_unknown_parts=True).resilience
+    limits = configuration.load_written(run / "config.toml").resilience
     if not limits.faults:
         raise ConfigError(
             f"{kind} is injected by the trainer itself, which looks for faults only with resilience.faults=true; start "
@@ -284,7 +284,7 @@ def _kill_driver(run: Path, options: Options) -> list[str]:
 
 def _end_redis(run: Path, options: Options) -> list[str]:
     """Order the run's Redis server to end, by commands in its wire format (RESP arrays of strings)."""
-    url = urlsplit(configuration.load(run / "config.toml", keep_unknown_parts=True).rendezvous.url)
+    url = urlsplit(configuration.load_written(run / "config.toml").rendezvous.url)
     if not url.scheme.startswith("redis"):
         raise ConfigError(f"{run} does not use Redis (rendezvous.url={url.geturl()})")
     commands = [["SHUTDOWN", "NOSAVE"]]

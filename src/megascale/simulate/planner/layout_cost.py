@@ -10,11 +10,11 @@ from math import ceil
 from typing import Any
 
 from megascale.config import Config
-from megascale.core import flops, inventory
+from megascale.core import flops, part_inventories
 from megascale.core.adapters import AdapterSpec, count_adapter_elements
-from megascale.core.inventory import BLOCK_PARTS
 from megascale.core.memory import count_offloaded_state_bytes
 from megascale.core.parameter_counts import count_stage_parameters
+from megascale.core.part_inventories import BLOCK_PARTS
 from megascale.core.schedule import compute_ideal_bubble
 from megascale.core.unit_slots import has_chunk_slots
 from megascale.simulate.planner.layout_figures import GIB, PLANNED_AXES, RESERVE_GIB, LayoutFigures, lay_out_priced
@@ -30,7 +30,7 @@ SHORTEST_SLICE = 4096  # tokens of a context rank; shorter slices are not propos
 
 def estimate_window_time(sequence: int, window: int) -> float:
     """Return the time of attention with a window, divided by the time of full attention, each by its fastest kernel."""
-    return inventory.window_area_fraction(sequence, window) * (1 + WINDOW_OVERHEAD / window)
+    return part_inventories.window_area_fraction(sequence, window) * (1 + WINDOW_OVERHEAD / window)
 
 
 @dataclass(frozen=True)

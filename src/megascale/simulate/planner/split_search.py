@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megascale.core.inventory import BLOCK_PARTS
+from megascale.core.part_inventories import BLOCK_PARTS
 from megascale.core.replay import replay_schedule
 from megascale.simulate.planner.layout_figures import LayoutFigures
 

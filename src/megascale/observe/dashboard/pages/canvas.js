@@ -94,5 +94,11 @@ export function followPointer(on) {
       if (isClick) on.click(event.offsetX, event.offsetY);
       else on.drop?.();
     },
+    // The browser takes the pointer, for example to scroll. No pointerup follows.
+    onpointercancel: () => {
+      const isDrag = held?.moved;
+      held = null;
+      if (isDrag) on.drop?.();
+    },
   };
 }

@@ -84,6 +84,7 @@ export class LineChart {
       onpointermove: (/** @type {PointerEvent} */ event) => this.moved(event),
       onpointerdown: (/** @type {PointerEvent} */ event) => this.pressed(event),
       onpointerup: (/** @type {PointerEvent} */ event) => this.released(event),
+      onpointercancel: () => this.cancelled(),
       onpointerleave: () => this.dragged || group.point(null),
       ondblclick: () => group.zoomed(null, null),
       onkeydown: (/** @type {KeyboardEvent} */ event) => this.key(event),
@@ -326,6 +327,13 @@ export class LineChart {
     if (high - low > (x1 - x0) * 0.01) this.group.zoomed(low, high);
     else this.drawing.later();
     event.preventDefault();
+  }
+
+  /** Drop the range that is being dragged: the browser has taken the pointer, and no pointerup follows. */
+  cancelled() {
+    this.dragged = null;
+    this.group.point(null);
+    this.drawing.later();
   }
 
   /** @param {KeyboardEvent} event */

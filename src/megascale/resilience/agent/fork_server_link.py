@@ -1,0 +1,148 @@
+"""The agent's connection to its fork server (fork_server.py): the process, the orders to it and its reports."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megascale.core.failure import FailureLog
+from megascale.core.python_process import module_command
+from megascale.resilience.protocol.fork_messages import (
+    FROM_FORK_SERVER,
+    TO_FORK_SERVER,
+    Broken,
+    Fork,
+    ForkServerReady,
+    Instruct,
+)
+from megascale.services.messages import FrameReader, Message
+
+log = logging.getLogger("megascale.agent")
+
+
+class ForkServerLink:
+    """Connection to a fork server, which is started again after its end.
+
+    Args:
+        log_file: file for the output of the server.
+        on_report: called for each report of the server.
+        on_end: called when the server has ended, unless the agent has ended it by `kill`.
+
+    Attributes:
+        process: the server's process; None before the start and after `kill`.
+        is_ready: whether the server has imported its modules.
+        start_failure: report of a server that could not import its modules.
+        end_reason: reason for which the agent ended the server with its ranks; "" if the agent did not.
+    """
+
+    def __init__(self, log_file: Path, on_report: Callable[[Message], None], on_end: Callable[[], None]) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.is_ready = False
+        self.start_failure: Broken | None = None
+        self.end_reason = ""
+        self.on_report = on_report
+        self._on_end = on_end
+        self._log_file = log_file
+        self._socket: socket.socket | None = None
+        self._read_task: asyncio.Task[None] | None = None
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the server can receive orders."""
+        return self._socket is not None
+
+    def start(self, modules: Sequence[str]) -> None:
+        """Start a server that imports `modules`. There must be no earlier one."""
+        agent_end, server_end = socket.socketpair()
+        agent_end.setblocking(False)
+        module = "megascale.resilience.agent.fork_server"
+        with open(self._log_file, "ab") as out:
+            self.process = subprocess.Popen(
+                module_command(module, str(server_end.fileno()), str(os.getpid()), *modules),
+                pass_fds=[server_end.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+        server_end.close()
+        self._socket = agent_end
+        self.is_ready = False
+        self.start_failure = None
+        self._read_task = asyncio.get_running_loop().create_task(self._read_reports(agent_end))
+
+    def disconnect(self) -> None:
+        """Read no more reports."""
+        if self._read_task is not None:
+            self._read_task.cancel()
+        if self._socket is not None:
+            self._socket.close()
+        self._read_task = None
+        self._socket = None
+
+    def kill(self) -> None:
+        """Kill the server. The kernel ends the server's ranks with it."""
+        self.disconnect()
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+        self.process = None
+
+    def send(self, order: Fork | Instruct) -> None:
+        """Send an order to the server."""
+        assert self._socket is not None
+        # Blocking is safe, because the socket's buffer has space for the orders of all ranks.
+        self._socket.setblocking(True)
+        try:
+            self._socket.sendall(TO_FORK_SERVER.encode_frame(order))
+        finally:
+            self._socket.setblocking(False)
+
+    def describe_end(self) -> str:
+        """Return why the server has ended, and forget the agent's reason."""
+        assert self.process is not None
+        # The server may close its socket shortly before it ends.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(1.0)
+        code = self.process.returncode or 0
+        if code < 0:
+            description = f"signal {signal.Signals(-code).name}"
+        else:
+            description = f"exit code {code}"
+        reason = self.end_reason or f"its fork server (process {self.process.pid}) ended with {description}"
+        self.end_reason = ""
+        return reason
+
+    async def _read_reports(self, sock: socket.socket) -> None:
+        """Handle the reports of the server until it ends."""
+        loop = asyncio.get_running_loop()
+        frames = FrameReader(FROM_FORK_SERVER)
+        try:
+            while data := await loop.sock_recv(sock, 65536):
+                for message in frames.feed(data):
+                    self._handle_report(message)
+        except OSError as error:
+            log.warning("the connection to the fork server ended: %s", error)
+        except Exception as error:
+            # Without the reports, the ends of the server's ranks would stay unknown, so the server is replaced.
+            FailureLog(log, "reading from the fork server").note(error, "the server and its ranks are ended")
+            if not self.end_reason:
+                self.end_reason = f"reports of the fork server cannot be read: {error}"
+            if self.process is not None:
+                self.process.kill()
+        self._read_task = None  # so that `disconnect` does not cancel this task
+        self._on_end()
+
+    def _handle_report(self, message: Message) -> None:
+        if isinstance(message, ForkServerReady):
+            self.is_ready = True
+        elif isinstance(message, Broken):
+            self.start_failure = message
+        self.on_report(message)

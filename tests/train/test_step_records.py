@@ -1,0 +1,104 @@
+"""Records of a step: ledger, metrics, evaluation and the count of the step belong together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascale.api import load_config, train
+from megascale.core.exit_record import ExitKind, attach_record
+from megascale.errors import TrainingError
+from megascale.observe.metrics import JsonLines
+from megascale.train import loop
+from megascale.train.run_folder import RunFolder
+from tests.conftest import lines
+
+
+def list_steps(file: Path, key: str) -> list[int]:
+    return [record["step"] for record in lines(file) if key in record]
+
+
+@pytest.fixture
+def trainers(monkeypatch: pytest.MonkeyPatch) -> list[loop.Trainer]:
+    """The trainers that are made."""
+    made: list[loop.Trainer] = []
+    original = loop.Trainer.__init__
+
+    def remember(trainer: loop.Trainer, *arguments: Any, **options: Any) -> None:
+        original(trainer, *arguments, **options)
+        made.append(trainer)
+
+    monkeypatch.setattr(loop.Trainer, "__init__", remember)
+    return made
+
+
+def lose_peer() -> None:
+    raise attach_record(TrainingError("rank 1 has left"), ExitKind.LOST_PEER)
+
+
+def test_a_step_that_ends_before_its_metrics_is_neither_in_the_ledger_nor_counted(
+    tiny, tmp_path, trainers, monkeypatch
+):
+    """Ranks that keep their state go on after a counted step, whose metrics no later attempt writes."""
+    add_metrics = loop.Trainer._add_optional_metrics
+
+    def fail(trainer: loop.Trainer, record: dict[str, Any], result: Any) -> None:
+        if record["step"] == 3:
+            lose_peer()
+        add_metrics(trainer, record, result)
+
+    monkeypatch.setattr(loop.Trainer, "_add_optional_metrics", fail)
+    with pytest.raises(TrainingError, match="rank 1 has left"):
+        train(load_config(tiny, ["--train.steps=4"]))
+    run = tmp_path / "runs" / "tiny"
+    assert list_steps(run / "metrics.jsonl", "loss") == [1, 2]
+    assert list_steps(run / "samples" / "ledger.jsonl", "ids") == [1, 2]
+    assert trainers[0]._describe_state()["step"] == 2
+
+
+def test_an_evaluation_that_a_lost_peer_ends_is_repeated(tiny, tmp_path, trainers, monkeypatch):
+    """The state after the step is complete, so the next attempt does not train the step again."""
+    settings = ["--train.steps=5", "--train.eval_interval=2", "--checkpoint.interval=0"]
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "evaluate_file", lambda *_, **__: lose_peer())
+        with pytest.raises(TrainingError, match="rank 1 has left"):
+            train(load_config(tiny, settings))
+    state = trainers[0]._describe_state()
+    assert (state["step"], state["awaits_evaluation"]) == (2, True)
+    # A start from such a state: step 2 is saved without its evaluation.
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Trainer, "_evaluate", lambda *_, **__: None)
+        train(load_config(tiny, [*settings, "--train.stop_after=2", "--train.name=again"]))
+    train(load_config(tiny, [*settings, "--train.name=again"]))
+    metrics = tmp_path / "runs" / "again" / "metrics.jsonl"
+    assert list_steps(metrics, "loss") == [1, 2, 3, 4, 5]
+    assert list_steps(metrics, "valid_loss") == [2, 4, 5]
+    assert "awaits_evaluation" not in trainers[-1]._describe_state()
+
+
+def test_metrics_are_written_to_the_present_file(tmp_path):
+    """Rank 0 of another start may shorten the file meanwhile, by a new file of the same name."""
+    folder = RunFolder(tmp_path)
+    folder.create()
+    sink = JsonLines(folder.metrics)
+    for step in (1, 2):
+        sink.write({"step": step, "loss": 1.0})
+    folder.drop_steps_after(1)
+    sink.write({"step": 2, "loss": 2.0})
+    sink.close()
+    assert lines(folder.metrics) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]
+
+
+def test_a_file_without_later_steps_is_not_replaced(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.create()
+    JsonLines(folder.metrics).write({"step": 1, "loss": 1.0})
+    inode = folder.metrics.stat().st_ino
+    folder.drop_steps_after(1)
+    assert folder.metrics.stat().st_ino == inode
+    with open(folder.metrics, "a") as file:
+        file.write('{"step": 2, "lo')
+    folder.drop_steps_after(1)
+    assert lines(folder.metrics) == [{"step": 1, "loss": 1.0}]
