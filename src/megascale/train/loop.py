@@ -52,7 +52,9 @@ from megascale.train.engine import Engine
 from megascale.train.evaluation import Evaluation, evaluate_file
 from megascale.train.host_pauses import GarbageCollector, HostPauses
 from megascale.train.injected_faults import FaultInjector
+from megascale.train.module_checks import check_gradients
 from megascale.train.parking import LeaveAttempt, Parking, RetainedState
+from megascale.train.part_checks import check_parts
 from megascale.train.predecessors import await_predecessors
 from megascale.train.rank_info import RankInfo, count_device_allocations, find_device_kind, memory_gib
 from megascale.train.rank_timers import RankTimers, StepClock
@@ -322,6 +324,7 @@ class Trainer:
         if config.data.valid is not None:
             check_fields(find_sample_fields(config.data.valid), config.model, "data.valid", config.data.valid)
         self._stopwatch.end_phase("feed")
+        check_parts(config, info.device)
         self._make_engine(earlier_choices)
         self._stopwatch.end_phase("engine")
         shards = [checkpoint.TensorShard(*fields) for fields in self.engine.logical_tensors()]
@@ -945,6 +948,8 @@ class Trainer:
             sum_weights=self._sum_weights,
         )
         self.clock.stop()
+        if step == self._first_step:
+            check_gradients(self.engine.chunks, self.engine.data_parallel)
         self.pauses.record(recorder)
         recorder.end_step()
         self.telemetry.end_step()
