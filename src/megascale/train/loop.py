@@ -63,7 +63,7 @@ from megascale.train.replay_conditions import exclude_costly_graphs, find_reason
 from megascale.train.reporter import Reporter
 from megascale.train.resume import ResumeGuard
 from megascale.train.run_folder import RunFolder
-from megascale.train.snapshot_reserve import compute_snapshot_reserve
+from megascale.train.snapshot_reserve import compute_snapshot_reserve, order_slots
 from megascale.train.step_result import StepResult
 from megascale.train.telemetry import Telemetry, start_rank_log
 from megascale.train.weights import WeightWatch
@@ -311,6 +311,11 @@ class Trainer:
     def _build(self, resources: contextlib.ExitStack) -> None:
         """Make the feed, the engine and the checkpointer, and the checks that are configured."""
         config, info = self.config, self.rank_info
+        early_slots: checkpoint.EarlySlots | None = None
+        if self.parking is None or self.parking.retained is None:
+            early_slots = order_slots(config, info)
+        if early_slots is not None:
+            resources.callback(early_slots.close)
         if self.groups is not None:
             store = self.groups.store
         else:
@@ -328,6 +333,8 @@ class Trainer:
         self._make_engine(earlier_choices)
         self._stopwatch.end_phase("engine")
         shards = [checkpoint.TensorShard(*fields) for fields in self.engine.logical_tensors()]
+        if early_slots is not None:
+            self._reused_slots = early_slots.take()
         self.checkpointer = checkpoint.Checkpointer(
             config.checkpoint,
             self.folder.path,
