@@ -9,6 +9,7 @@ import pytest
 
 from megascale.api import load_config, train
 from megascale.core.exit_record import ExitKind, attach_record
+from megascale.core.status import read_status
 from megascale.errors import TrainingError
 from megascale.observe.metrics import JsonLines
 from megascale.train import loop
@@ -71,16 +72,22 @@ def test_an_evaluation_that_a_lost_peer_ends_is_repeated(tiny, tmp_path, trainer
     with monkeypatch.context() as patch:
         patch.setattr(loop.Trainer, "_evaluate", lambda *_, **__: None)
         train(load_config(tiny, [*settings, "--train.stop_after=2", "--train.name=again"]))
-    evaluate = loop.Trainer._evaluate
     start_times: list[float | None] = []
+    phases: list[str] = []
+    evaluate = loop.evaluate_file
 
-    def evaluate_and_note(trainer: loop.Trainer, is_last: bool = False) -> Any:
-        start_times.append(trainer._first_step_start)
-        return evaluate(trainer, is_last)
+    def evaluate_and_note(*arguments: Any, **options: Any) -> Any:
+        start_times.append(trainers[-1]._first_step_start)
+        status = read_status(tmp_path / "runs" / "again" / "status" / "rank-0.status")
+        assert status is not None
+        phases.append(status.phase)
+        return evaluate(*arguments, **options)
 
-    monkeypatch.setattr(loop.Trainer, "_evaluate", evaluate_and_note)
+    monkeypatch.setattr(loop, "evaluate_file", evaluate_and_note)
     train(load_config(tiny, [*settings, "--train.name=again"]))
-    assert start_times == [None] * 3  # the log's time of the first step does not contain the repeated evaluation
+    assert start_times[0] is None  # the log's time of the first step does not contain the repeated evaluation
+    # The driver concludes from "evaluate" that the start has completed a step.
+    assert (phases[0], set(phases[1:])) == ("load", {"evaluate"})
     metrics = tmp_path / "runs" / "again" / "metrics.jsonl"
     assert list_steps(metrics, "loss") == [1, 2, 3, 4, 5]
     assert list_steps(metrics, "valid_loss") == [2, 4, 5]

@@ -589,7 +589,7 @@ class Trainer:
                 is_standing=self.checkpointer.is_standing,
             )
             if self._awaits_evaluation and self.step < last_step:
-                self._evaluate()
+                self._evaluate(is_repeated=True)
             self._first_step = self.step + 1
             self._first_step_start = time.monotonic()
             self._first_step_allocations = count_device_allocations(self.rank_info.device)
@@ -1283,17 +1283,22 @@ class Trainer:
         self._awaits_evaluation = self._is_evaluation_due(step)
         self._counts = {"step": step, "samples": samples, "tokens": tokens, "read": self._read_totals.to_record()}
 
-    def _evaluate(self, is_last: bool = False) -> Evaluation | None:
+    def _evaluate(self, is_last: bool = False, is_repeated: bool = False) -> Evaluation | None:
         """Evaluate train.eval_samples windows of the held-out file, the same ones each time, and record the loss.
 
         If `is_last`, evaluate the complete file too; its loss has the key valid_whole_loss in the metrics. Return the
         evaluation with the most windows; None without a held-out file.
+
+        Args:
+            is_repeated: whether the evaluation precedes the first step of this start. The status then stays "load",
+                since agent and driver conclude from "evaluate" that the start has completed a step.
         """
         prefix = self.config.data.valid
         if prefix is None:
             return None
         self._read_pending_step()
-        self.status.update("evaluate", self.step)
+        if not is_repeated:
+            self.status.update("evaluate", self.step)
         recorder = self.engine.runtime.recorder
         recorder.begin_action(SpanKind.EVALUATE)
         evaluation = evaluate_file(self.engine, self.config, prefix, self.config.train.eval_samples)

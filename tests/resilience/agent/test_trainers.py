@@ -24,7 +24,7 @@ from megascale.core.exit_record import ExitKind, ExitRecord
 from megascale.core.grid import Grid
 from megascale.core.process_orders import DYING_VARIABLE, PrepareGroups, Resume, read_orders
 from megascale.core.secrets import REPLICA_VARIABLE
-from megascale.core.status import PARKED
+from megascale.core.status import PARKED, StatusFile
 from megascale.observe.hang.evidence import read_process_state
 from megascale.resilience import rules
 from megascale.resilience.agent import early_processes, process_usage
@@ -687,6 +687,20 @@ def test_a_standby_process_that_ends_is_not_started_again_in_its_attempt(tmp_pat
     finally:
         server.kill()
         server.wait()
+
+
+def test_a_rank_that_loads_has_completed_no_step(tmp_path: Path) -> None:
+    """A driver that restarts meanwhile would take the start for a running job."""
+    (tmp_path / "node").mkdir()
+    local = Trainers(tmp_path / "run", tmp_path / "node", lambda: None)
+    local.trainers = {0: TrainerProcess(0, tmp_path / "log", 0, pid=os.getpid())}
+    status = StatusFile(tmp_path / "run" / "status", 0)
+    stages = []
+    for phase, step in (("load", 0), ("train", 5), ("train", 6), ("evaluate", 6)):
+        status.update(phase, step)
+        stages.append(local.read_stages()[0])
+    status.close()
+    assert stages == [("load", False), ("train", False), ("train", True), ("evaluate", True)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")

@@ -631,7 +631,7 @@ class Trainers:
         for trainer in self.list_running():
             self._read_progress(trainer)
             if trainer.progress is not None:
-                stages[trainer.rank] = (trainer.progress.phase, trainer.progress.step > trainer.first_step)
+                stages[trainer.rank] = (trainer.progress.phase, trainer.has_stepped)
         self._start_standby_processes()
         return stages
 
