@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,12 +52,14 @@ class MeasuredRun:
         replayed: number of replayed micro-batches of each step.
         lines: text of the choice after each step.
         measured: measurements after each step.
+        repeated: whether each step was computed again without graphs.
     """
 
     report: RankReport = field(default_factory=RankReport)
     replayed: list[int] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     measured: list[int] = field(default_factory=list)
+    repeated: list[bool] = field(default_factory=list)
 
 
 def read_line(engine: Engine) -> str:
@@ -83,6 +84,7 @@ def run_steps(engine: Engine, clock: FixedClock, run: MeasuredRun, first: int = 
             run.replayed.append(replays)
             run.lines.append(read_line(engine))
             run.measured.append(clock.measurements)
+            run.repeated.append(engine.experts is not None and engine.experts.is_repeated)
 
 
 def train(
@@ -91,21 +93,23 @@ def train(
     tree: dict[str, Any],
     graphs: str,
     times_by_rank: list[tuple[float, float]],
-    refused_rank: int | None = None,
+    refused_stage: int | None = None,
     full_rank: int | None = None,
 ) -> MeasuredRun:
     """Train STEPS steps with a clock that shows the rank's times.
 
     Args:
-        refused_rank: rank whose memory has no room for buffers of graphs by the estimate.
+        refused_stage: stage whose memory has no room for buffers of graphs by the estimate.
         full_rank: rank whose memory is full after the eager steps.
     """
     clock = FixedClock(*times_by_rank[rank])
-    refusal = nullcontext()
-    if rank == refused_rank:
-        refusal = mock.patch.object(GraphConditions, "find_memory_limit", return_value=1)
-    with refusal:
-        engine = make_engine(rank, world, {**tree, "kernels": {"graphs": graphs}}, launch_clock=clock)
+    kernels = {**tree.get("kernels", {}), "graphs": graphs}
+
+    def find_memory_limit(conditions: GraphConditions) -> int | None:
+        return 1 if conditions._stage == refused_stage else None
+
+    with mock.patch.object(GraphConditions, "find_memory_limit", find_memory_limit):
+        engine = make_engine(rank, world, {**tree, "kernels": kernels}, launch_clock=clock)
     run = MeasuredRun()
     observe(engine, run.report)
     spare_bytes = 0 if rank == full_rank else 1 << 30
@@ -165,6 +169,21 @@ def test_a_stage_without_memory_stays_eager_and_says_both_reasons(pool):
     assert last.lines[0].startswith("off (graph buffers of 0.0 GiB do not fit in the remaining memory")
     assert "tries anyway; rank 0 submits a micro-batch in 16.0 ms, and its GPU runs it in 20.0 ms" in last.lines[-1]
     for reference, run in zip(eager, (first, last), strict=True):
+        assert_same_bits(reference.report, run.report)
+
+
+@pytest.mark.parametrize("refused_stage", [0, 1])
+def test_a_stage_without_graphs_repeats_the_steps_in_which_the_other_exceeds_its_rows(refused_stage, pool):
+    """All ranks agree on a repetition, and those without graphs keep their micro-batches for it."""
+    layout = case(2, 2, 1, microbatches=2, model=EXPERTS)
+    tree = {**layout.tree, "kernels": {"expert_rows": 1}}
+    times = [SLOW] * layout.world
+    eager = pool.run(train, layout.world, tree, "off", times)
+    measured = pool.run(train, layout.world, tree, "auto", times, refused_stage)
+    for rank, (reference, run) in enumerate(zip(eager, measured, strict=True)):
+        has_graphs = rank // 2 != refused_stage
+        assert run.lines[-1].startswith("forward and backward" if has_graphs else "off (graph buffers")
+        assert run.repeated == [False, False, True, True]
         assert_same_bits(reference.report, run.report)
 
 

@@ -860,8 +860,12 @@ class Engine:
 
     @property
     def _has_row_limit(self) -> bool:
-        """True if captured micro-batches have a limited number of rows for experts, so that a step may be repeated."""
-        has_graphs = self.graphs is not None and not self._has_declined_graphs
+        """True if captured micro-batches of any rank limit the rows for experts, so that a step may be repeated.
+
+        All ranks return the same, also those whose own stage cannot be captured: they take part in the agreement.
+        """
+        may_capture = self.graphs is not None or self.graph_choice is not None
+        has_graphs = may_capture and not self._has_declined_graphs
         return self.experts is not None and has_graphs and self.tensor_axis.size > 1
 
     @property
