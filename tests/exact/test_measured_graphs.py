@@ -10,12 +10,13 @@ from unittest import mock
 import pytest
 import torch
 
+from megascale.checkpoint.object_collectives import Peers
 from megascale.parallel.chunk_graphs import EAGER_STEPS, GraphedRunner
 from megascale.parallel.launch_times import MAX_SAMPLES
 from megascale.train import graph_conditions, replay_conditions
 from megascale.train.engine import Engine
 from megascale.train.graph_conditions import GraphConditions
-from megascale.train.replay_conditions import exclude_costly_graphs
+from megascale.train.replay_conditions import exclude_costly_graphs, share_exclusion
 from tests.conftest import lines
 from tests.exact.cases import TWO_LAYERS, case
 from tests.exact.test_graphs import EXPERTS, assert_same_bits
@@ -273,6 +274,25 @@ def test_checked_steps_precede_graphs_that_are_expected_to_gain_nothing(model, e
     else:
         assert engine.graphs is not None
         assert engine.graph_choice is not None
+
+
+def train_after_exclusion(rank: int, world: int, tree: dict[str, Any]) -> MeasuredRun:
+    """Train in an attempt in which rank 0 alone has an engine of an attempt that excluded graphs."""
+    clock = FixedClock(*SLOW)
+    engine = make_engine(rank, world, tree, launch_clock=clock)
+    if rank == 0:
+        engine.exclude_graphs("a checked step would run without CUDA graphs")
+    share_exclusion(engine, Peers())
+    run = MeasuredRun()
+    run_steps(engine, clock, run)
+    return run
+
+
+def test_new_ranks_adopt_the_exclusion_of_an_earlier_attempt(pool):
+    layout, _, _ = LAYOUTS["data"]
+    for run in pool.run(train_after_exclusion, layout.world, layout.tree):
+        assert run.replayed == [0] * STEPS
+        assert run.lines == ["off (a checked step would run without CUDA graphs)"] * STEPS
 
 
 # Let the trainer's engine measure with a fixed clock, as on a GPU with a slow host.

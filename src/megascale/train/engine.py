@@ -131,6 +131,7 @@ class Engine:
         active: overlaps and kernels chosen at the start, by name, for the start-up lines.
         graphs: CUDA graphs of the chunks; None: this rank has none.
         graph_choice: decides with all ranks whether graphs are used (kernels.graphs=auto); None: no times decide it.
+        graph_exclusion: why `exclude_graphs` has excluded graphs, "" if it has not.
         backward_in_own_thread: run backward in autograd's own thread. By default backward runs in the caller's thread.
             Autograd's thread would wait for the interpreter's lock before each backward function in Python, and would
             see only the default kernels (ops/dispatch.py).
@@ -204,6 +205,7 @@ class Engine:
         if launch_clock is None and device.type == "cuda":
             launch_clock = CudaLaunchClock()
         self.graph_choice: GraphChoice | None = None
+        self.graph_exclusion = ""
         self.graphs: ChunkGraphs | None = None
         self.graphs = self._make_graphs(launch_clock)
         self._choose_embedding_reduction()
@@ -634,7 +636,8 @@ class Engine:
         return reads_complete_state(find_boundaries(self.pipeline.actions)[chunk], i)
 
     def exclude_graphs(self, reason: str) -> None:
-        """Launch each operator in all steps. Call it before the first step, on all ranks."""
+        """Launch each operator in all steps, also of later attempts. Call it before the first step, on all ranks."""
+        self.graph_exclusion = reason
         self.graphs = None
         self.graph_choice = None
         self.runtime.kernels.record_choice(CHOICE_NAME, f"off ({reason})")
