@@ -64,6 +64,7 @@ from megascale.train.determinism_choice import Determinism, decide_determinism
 from megascale.train.expert_balance import ExpertBalance
 from megascale.train.graph_conditions import GraphConditions
 from megascale.train.loss_weights import LossWeights
+from megascale.train.module_checks import check_tensors
 from megascale.train.step_result import HOLD_INDEX, StepResult, StepScalars
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -382,6 +383,7 @@ class Engine:
         can_gather_float8 = LINEAR_PRECISIONS[config.train.linear_precision].gathered_weight_bytes is not None
         for chunk_index, layers in enumerate(self.layout.stage_layers(stage)):
             chunk = self._make_chunk(stage, chunk_index, layers, axes)
+            check_tensors(chunk, layers, config.model, trains_all=self.adapters is None)
             if self.adapters is not None:
                 self._allocate_frozen(chunk)
             buffer = ParamAndGradBuffer(

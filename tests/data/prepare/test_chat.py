@@ -306,6 +306,11 @@ NULL_CALL = {**CALL, "content": None}
     [
         (SIMPLE, {"messages": TURNS[1:3], "tools": TOOLS}, "leaves out the tools"),
         (SIMPLE, {"messages": [TURNS[1], CALL, *TURNS[3:]]}, r"leaves out messages\[1\]\.tool_calls"),
+        (
+            SIMPLE,
+            {"messages": [*TURNS[1:3], TURNS[1], {**TURNS[2], "reasoning_content": "because"}]},
+            r"leaves out messages\[3\]\.reasoning_content",
+        ),
         (NO_SYSTEM, {"messages": TURNS}, r"leaves out messages\[0\] \(role 'system'\)"),
         (
             SIMPLE.replace("{% for m in messages %}", "{% for m in messages if m.content is string %}"),
@@ -333,6 +338,8 @@ def test_complete_templates_are_accepted(folder, tmp_path) -> None:
     """Reasoning that a template removes is a changed content, not a missing message."""
     record = {"messages": [{"role": "system", "content": "x"}, TURNS[1], {**CALL, "content": ""}], "tools": TOOLS}
     encode([record], folder, ChatTemplate("{{ tools }}" + WITH_CALLS, {}, "complete"), tmp_path / "a.jsonl")
+    thought = {"messages": [TURNS[1], {**TURNS[2], "thinking": "early"}, TURNS[1], {**TURNS[2], "thinking": ""}]}
+    encode([thought], folder, ChatTemplate(SIMPLE, {}, "last turn without reasoning"), tmp_path / "a.jsonl")
     short = SIMPLE.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
     record = {"messages": [TURNS[1], {"role": "assistant", "content": "<think>hm</think>yes"}]}
     [(tokens, _)] = encode([record], folder, ChatTemplate(short, {}, "short"), tmp_path / "b.jsonl")
