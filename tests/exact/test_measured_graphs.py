@@ -94,22 +94,20 @@ def train(
     tree: dict[str, Any],
     graphs: str,
     times_by_rank: list[tuple[float, float]],
-    refused_stage: int | None = None,
+    refused_ranks: tuple[int, ...] = (),
     full_rank: int | None = None,
 ) -> MeasuredRun:
     """Train STEPS steps with a clock that shows the rank's times.
 
     Args:
-        refused_stage: stage whose memory has no room for buffers of graphs by the estimate.
+        refused_ranks: ranks whose memory has no room for buffers of graphs by the estimate.
         full_rank: rank whose memory is full after the eager steps.
     """
     clock = FixedClock(*times_by_rank[rank])
     kernels = {**tree.get("kernels", {}), "graphs": graphs}
 
-    def find_memory_limit(conditions: GraphConditions) -> int | None:
-        return 1 if conditions._stage == refused_stage else None
-
-    with mock.patch.object(GraphConditions, "find_memory_limit", find_memory_limit):
+    memory_limit = 1 if rank in refused_ranks else None
+    with mock.patch.object(GraphConditions, "find_memory_limit", return_value=memory_limit):
         engine = make_engine(rank, world, {**tree, "kernels": kernels}, launch_clock=clock)
     run = MeasuredRun()
     observe(engine, run.report)
@@ -164,7 +162,7 @@ def test_a_fast_host_stays_eager(name, pool):
 def test_a_stage_without_memory_stays_eager_and_says_both_reasons(pool):
     layout = case(1, 2, 1, microbatches=4)
     eager = pool.run(train, layout.world, layout.tree, "off", [SLOW, SLOW])
-    first, last = pool.run(train, layout.world, layout.tree, "auto", [SLOW, SLOW], 1)
+    first, last = pool.run(train, layout.world, layout.tree, "auto", [SLOW, SLOW], (1,))
     assert (first.replayed, last.replayed) == ([0, 0, 4, 4], [0] * STEPS)
     assert first.lines[-1].startswith("forward and backward of each chunk")
     assert last.lines[0].startswith("off (graph buffers of 0.0 GiB do not fit in the remaining memory")
@@ -180,19 +178,34 @@ def test_a_stage_without_graphs_repeats_the_steps_in_which_the_other_exceeds_its
     tree = {**layout.tree, "kernels": {"expert_rows": 1}}
     times = [SLOW] * layout.world
     eager = pool.run(train, layout.world, tree, "off", times)
-    measured = pool.run(train, layout.world, tree, "auto", times, refused_stage)
+    refused_ranks = (2 * refused_stage, 2 * refused_stage + 1)
+    measured = pool.run(train, layout.world, tree, "auto", times, refused_ranks)
     for rank, (reference, run) in enumerate(zip(eager, measured, strict=True)):
-        has_graphs = rank // 2 != refused_stage
+        has_graphs = rank not in refused_ranks
         assert run.lines[-1].startswith("forward and backward" if has_graphs else "off (graph buffers")
         assert run.repeated == [False, False, True, True]
         assert_same_bits(reference.report, run.report)
+
+
+@pytest.mark.parametrize("name", ["tensor", "zero 2"])
+def test_ranks_that_agree_on_captures_stay_eager_if_one_of_them_cannot_capture(name, pool):
+    layout, _, _ = LAYOUTS[name]
+    times = [SLOW] * layout.world
+    eager = pool.run(train, layout.world, layout.tree, "off", times)
+    measured = pool.run(train, layout.world, layout.tree, "auto", times, (1,))
+    for reference, run in zip(eager, measured, strict=True):
+        assert run.replayed == [0] * STEPS
+        assert_same_bits(reference.report, run.report)
+    first, last = (run.lines[-1] for run in measured)
+    assert first.startswith("off (another rank of the axis ")
+    assert last.startswith("off (graph buffers of 0.0 GiB do not fit in the remaining memory")
 
 
 def test_a_rank_whose_memory_is_full_keeps_all_ranks_eager(pool):
     """Ranks of a tensor-parallel group replay together or not at all."""
     layout, _, _ = LAYOUTS["tensor, pipeline"]
     eager = pool.run(train, layout.world, layout.tree, "off", [SLOW] * layout.world)
-    measured = pool.run(train, layout.world, layout.tree, "auto", [SLOW] * layout.world, None, 1)
+    measured = pool.run(train, layout.world, layout.tree, "auto", [SLOW] * layout.world, (), 1)
     for reference, run in zip(eager, measured, strict=True):
         assert run.replayed == [0] * STEPS
         assert run.lines[-1].startswith("off (rank 1 lacks 0.0 GiB of memory for the graphs' buffers")

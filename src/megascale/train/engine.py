@@ -618,6 +618,9 @@ class Engine:
             graphs = self._make_chunk_graphs()
         if measures:
             assert launch_clock is not None
+            capture_axis = self.tensor_axis  # as in ChunkGraphs
+            if self.buffers[0].zero >= 2:
+                capture_axis = self.buffers[0].axes.stage
             self.graph_choice = GraphChoice(
                 launch_clock,
                 can_replay=self._can_measure if graphs is None else graphs.can_replay,
@@ -625,6 +628,7 @@ class Engine:
                 device=self.device,
                 kernels=self.runtime.kernels,
                 find_missing_gib=conditions.find_missing_gib,
+                capture_axis=capture_axis,
                 obstacle=obstacle,
             )
         elif is_cuda and graphs is None:
@@ -877,7 +881,7 @@ class Engine:
     def _has_declined_graphs(self) -> bool:
         """True if the ranks have decided to launch each operator."""
         choice = self.graph_choice
-        return choice is not None and choice.decision is not None and not choice.uses_graphs
+        return choice is not None and choice.decision is not None and not choice.decision.uses_graphs
 
     def _must_repeat_micro_batches(self) -> bool:
         """Return whether a captured micro-batch on any rank had too few rows for its experts' tokens.
