@@ -393,6 +393,22 @@ def test_each_kind_of_product_has_its_own_plan(fake):
     assert len(fake.named("cublasLtMatmul")) == 2 * len(calls)
 
 
+def test_plans_beyond_the_limit_free_the_librarys_memory(fake, monkeypatch):
+    monkeypatch.setattr(cublaslt, "MAX_PLANS", 2)
+    _, a_scale, b, b_scale = operands()
+    for M in (16, 32, 48, 64):
+        cublaslt.multiply(torch.zeros(M, 48, dtype=torch.bfloat16), operands(M)[0], a_scale, b, b_scale)
+    assert len(cublaslt._plans) == 2
+    numbers = {
+        name: [call[0] for call in fake.named(name)]
+        for name in ("cublasLtMatmulDescDestroy", "cublasLtMatrixLayoutDestroy")
+    }
+    used = [(call[1], call[4], call[6], call[11]) for call in fake.named("cublasLtMatmul")]
+    descriptors, b_layouts, a_layouts, out_layouts = zip(*used[:2], strict=True)
+    assert numbers["cublasLtMatmulDescDestroy"] == list(descriptors)
+    assert sorted(numbers["cublasLtMatrixLayoutDestroy"]) == sorted([*a_layouts, *b_layouts, *out_layouts])
+
+
 def test_threads_that_share_a_plan_do_not_mix_their_scales(fake):
     a, _, b, _ = operands()
     out = torch.zeros(32, 48, dtype=torch.bfloat16)
