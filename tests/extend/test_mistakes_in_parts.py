@@ -620,5 +620,5 @@ def test_a_stream_that_ends_early_is_named(own_format):
     assert file.read_range(0, 50).tolist() == list(range(50))
     with pytest.raises(DataError, match="reading tokens 60 to 69 raised StopIteration"):
         file.read_range(60, 10)
-    with pytest.raises(DataError, match="the stream ends after token 99, and `tokens` promises 100"):
+    with pytest.raises(DataError, match="the stream ends after token 99, and `tokens` is 100"):
         file.read_range(99, 10)

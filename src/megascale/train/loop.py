@@ -589,13 +589,13 @@ class Trainer:
                 source=self.checkpointer.loaded_from,
                 is_standing=self.checkpointer.is_standing,
             )
+            if self._awaits_evaluation and self.step < last_step:
+                self._evaluate()
             self._first_step = self.step + 1
             self._first_step_start = time.monotonic()
             self._first_step_allocations = count_device_allocations(self.rank_info.device)
             if self.engine.graphs is not None:
                 self._capture_end_step = self.step + _CAPTURE_STEPS
-            if self._awaits_evaluation and self.step < last_step:
-                self._evaluate()
             while self.step < last_step and not self._is_stopping:
                 self._train_step(self._choose_stop_request(interrupts))
                 self.callbacks.end_step(self.step)

@@ -702,7 +702,7 @@ class Snapshots:
             slot.prepare(connection, AwaitPages(self.peers.rank, slot_index), self._closing)
             connection.timeout = None  # The replies to a snapshot wait for storage.
         except Exception as error:
-            log.warning("staging memory for checkpoints could not be prepared: %s", error or repr(error))
+            log.warning("staging memory for checkpoints could not be prepared: %s", str(error) or repr(error))
             self._has_lost_service = True
             slot.has_failed = True
         slot.mark_prepared()

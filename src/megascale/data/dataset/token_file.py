@@ -43,11 +43,11 @@ class TokenFile(ABC):
         except (StopIteration, LookupError, ValueError, EOFError) as error:
             raise DataError(
                 f"{self.prefix}: reading tokens {start:,} to {start + count - 1:,} raised {type(error).__name__}: "
-                f"{error}; `stream` must hold all {self.tokens:,} tokens that `tokens` promises"
+                f"{error}; `stream` must hold the {self.tokens:,} tokens of `tokens`"
             ) from error
         if len(view) != count:
             raise DataError(
-                f"{self.prefix}: the stream ends after token {start + len(view) - 1:,}, and `tokens` promises "
+                f"{self.prefix}: the stream ends after token {start + len(view) - 1:,}, and `tokens` is "
                 f"{self.tokens:,}; the file was truncated while it was read, or its format counts wrongly"
             )
         return view

@@ -172,15 +172,16 @@ class ChatTemplate:
         """Raise TemplateError if `text`, the rendering, lacks tools, tool calls, reasoning or the content of a message.
 
         A part is missing if the text is the same without it. Templates drop silently what they do not know. Many drop
-        the reasoning of earlier turns on purpose, so only the last turn must have it.
+        the reasoning before the user's last message on purpose, so only the last answer after it must have reasoning.
         """
         if tools and self._renders_as(messages, None, text):
             raise self._make_missing_error("the tools")
-        last_answer = max((i for i, message in enumerate(messages) if message.get("role") == "assistant"), default=-1)
+        last_indices = {message.get("role"): index for index, message in enumerate(messages)}
+        last_answer = last_indices.get("assistant", -1)
         for index, message in enumerate(messages):
             name = f"messages[{index}]"
             content = message.get("content")
-            if index == last_answer:
+            if index == last_answer and index > last_indices.get("user", -1):
                 self._check_reasoning(messages, index, tools, text)
             if message.get("tool_calls"):
                 changed_message = {key: value for key, value in message.items() if key != "tool_calls"}
@@ -208,7 +209,9 @@ class ChatTemplate:
         for name in _REASONING_KEYS:
             if not message.get(name):
                 continue
-            changed_message = {key: value for key, value in message.items() if key != name}
+            # Some data sets have the same text under two keys, of which a template reads one.
+            equal_keys = {key for key in _REASONING_KEYS if message.get(key) == message[name]}
+            changed_message = {key: value for key, value in message.items() if key not in equal_keys}
             if self._renders_as(_replace_message(messages, index, changed_message), tools, text):
                 raise self._make_missing_error(f"messages[{index}].{name}")
 
