@@ -54,6 +54,7 @@ class MeasuredRun:
         lines: text of the choice after each step.
         measured: measurements after each step.
         repeated: whether each step was computed again without graphs.
+        agrees_on_repetition: whether all ranks agreed on that after each step.
     """
 
     report: RankReport = field(default_factory=RankReport)
@@ -61,6 +62,7 @@ class MeasuredRun:
     lines: list[str] = field(default_factory=list)
     measured: list[int] = field(default_factory=list)
     repeated: list[bool] = field(default_factory=list)
+    agrees_on_repetition: list[bool] = field(default_factory=list)
 
 
 def read_line(engine: Engine) -> str:
@@ -86,6 +88,7 @@ def run_steps(engine: Engine, clock: FixedClock, run: MeasuredRun, first: int = 
             run.lines.append(read_line(engine))
             run.measured.append(clock.measurements)
             run.repeated.append(engine.experts is not None and engine.experts.is_repeated)
+            run.agrees_on_repetition.append(engine._has_row_limit)
 
 
 def train(
@@ -185,6 +188,15 @@ def test_a_stage_without_graphs_repeats_the_steps_in_which_the_other_exceeds_its
         assert run.lines[-1].startswith("forward and backward" if has_graphs else "off (graph buffers")
         assert run.repeated == [False, False, True, True]
         assert_same_bits(reference.report, run.report)
+
+
+def test_ranks_without_graphs_do_not_agree_on_repeated_steps(pool):
+    """The agreement lets the host wait for the device in each step."""
+    layout = case(2, 1, 1, microbatches=2, model=EXPERTS)
+    for run in pool.run(train, layout.world, layout.tree, "auto", [SLOW, SLOW], (0, 1)):
+        assert run.replayed == [0] * STEPS
+        assert run.lines[-1].startswith("off (graph buffers")
+        assert run.agrees_on_repetition == [True, True, False, False]
 
 
 @pytest.mark.parametrize("name", ["tensor", "zero 2"])

@@ -161,11 +161,13 @@ class GraphChoice:
         missing_gib = 0.0
         if not self._obstacle and not self._has_fitted:
             missing_gib = self._find_missing_gib()
-        numbers = [local_times.host_ms, local_times.device_ms, missing_gib]
+        numbers = [local_times.host_ms, local_times.device_ms, missing_gib, float(not self._obstacle)]
         row = torch.tensor([numbers], dtype=torch.float64, device=self._device)
         rows = all_gather(row, self._world_axis).wait().tolist()
-        times_by_rank = [LaunchTimes(host_ms, device_ms) for host_ms, device_ms, _ in rows]
-        decision = decide_graphs(times_by_rank, [missing for _, _, missing in rows])
+        times_by_rank = [LaunchTimes(host_ms, device_ms) for host_ms, device_ms, _, _ in rows]
+        missing_gib_by_rank = [missing for _, _, missing, _ in rows]
+        can_capture = any(can_rank_capture for _, _, _, can_rank_capture in rows)
+        decision = decide_graphs(times_by_rank, missing_gib_by_rank, can_capture)
         self.decision = decision
         obstacle = self._obstacle
         if decision.uses_graphs and self._has_obstacle_in_group() and not obstacle:
