@@ -42,6 +42,16 @@ def scale_in_place(logits: TokenLogits) -> torch.Tensor:
     return cross_entropy(logits)
 
 
+class FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("no second case")
+
+
 LOSS_MISTAKES: dict[str, tuple[Callable[[TokenLogits], Any], str]] = {
     "sum": (lambda logits: cross_entropy(logits).sum(), r"shape \[\] instead of \[6\]; return the loss of each token"),
     "column": (lambda logits: cross_entropy(logits)[:, None], r"shape \[6, 1\] instead of \[6\]"),
@@ -54,6 +64,7 @@ LOSS_MISTAKES: dict[str, tuple[Callable[[TokenLogits], Any], str]] = {
     "mixed": (lambda logits: cross_entropy(logits).flip(0), "depends on other tokens"),
     "scaled by the mean": (lambda logits: cross_entropy(logits) * cross_entropy(logits).mean(), "other tokens"),
     "exception": (lambda logits: cross_entropy(logits) / (1 // 0), "raised ZeroDivisionError"),
+    "backward": (lambda logits: FailingBackward.apply(cross_entropy(logits)), "'s backward raised NotImplementedError"),
 }
 
 

@@ -224,10 +224,16 @@ def _require_tensor(setting: str, kind: str, result: object, shape: tuple[int, .
 
 
 def _require_gradient(setting: str, kind: str, result: Tensor, source: Tensor, source_name: str) -> None:
-    """Raise ConfigError unless the result has a finite gradient with respect to the source."""
+    """Raise ConfigError unless the result has a gradient with respect to the source."""
     remedy = "use differentiable operations, without detach(), item() and NumPy"
     gradient = None
     if result.requires_grad:
-        (gradient,) = torch.autograd.grad(result.sum(), source, allow_unused=True, retain_graph=True)
+        try:
+            (gradient,) = torch.autograd.grad(result.sum(), source, allow_unused=True, retain_graph=True)
+        except Exception as error:
+            raise ConfigError(
+                f"{setting}: the {kind}'s backward raised {type(error).__name__}: {error}; correct the backward "
+                "(MEGASCALE_TRACEBACK=1 shows where)"
+            ) from error
     if gradient is None:
         raise ConfigError(f"{setting}: the {kind} has no gradient with respect to {source_name}; {remedy}")
