@@ -456,12 +456,19 @@ def test_a_product_that_cublaslt_refuses_is_torchs(fake, monkeypatch):
     assert dispatch.list_choices()["float8 GEMM calls"] == "torch._scaled_mm (MEGASCALE_DIRECT_GEMMS=0)"
 
 
-def test_a_product_that_cublaslt_runs_is_recorded(fake, monkeypatch):
+def test_a_product_that_cublaslt_runs_is_recorded_unless_another_was_refused(fake, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     a, a_scale, b, b_scale = operands()
-    gemm.matmul(a.as_subclass(OnCuda), a_scale, b.as_subclass(OnCuda), b_scale)
-    assert dispatch.list_choices()["float8 GEMM calls"].startswith("cuBLASLt")
-    assert len(fake.named("cublasLtMatmul")) == 1
+    operands_on_cuda = (a.as_subclass(OnCuda), a_scale, b.as_subclass(OnCuda), b_scale)
+    unaligned = torch.zeros(32 * 48 + 1, dtype=torch.bfloat16)[1:].view(32, 48)
+    with dispatch.Kernels().as_current():
+        gemm.matmul(*operands_on_cuda)
+        assert dispatch.list_choices()["float8 GEMM calls"].startswith("cuBLASLt")
+        assert len(fake.named("cublasLtMatmul")) == 1
+        gemm.matmul_out(unaligned, *operands_on_cuda)
+        gemm.matmul(*operands_on_cuda)
+        assert dispatch.list_choices()["float8 GEMM calls"].startswith("torch._scaled_mm (an address is not")
+        assert len(fake.named("cublasLtMatmul")) == 2
 
 
 def test_operands_that_a_plan_does_not_describe_are_named(fake):
