@@ -59,7 +59,7 @@ from megascale.train.predecessors import await_predecessors
 from megascale.train.rank_info import RankInfo, count_device_allocations, find_device_kind, memory_gib
 from megascale.train.rank_timers import RankTimers, StepClock
 from megascale.train.replay_check import ReplayCheck, ReplayEvidence
-from megascale.train.replay_conditions import exclude_costly_graphs, find_reason_against_replays
+from megascale.train.replay_conditions import exclude_costly_graphs, find_reason_against_replays, share_exclusion
 from megascale.train.reporter import Reporter
 from megascale.train.resume import ResumeGuard
 from megascale.train.run_folder import RunFolder
@@ -368,6 +368,7 @@ class Trainer:
         if interval == "auto":
             reason = find_reason_against_replays(self.engine, device_kind, peers)
             if reason is not None:
+                share_exclusion(self.engine, peers)
                 if reason:
                     self.engine.active["replay"] = f"off (resilience.replay_interval=auto: {reason})"
                 return
