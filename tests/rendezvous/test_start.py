@@ -377,6 +377,14 @@ def test_an_interface_that_this_host_lacks_is_named(ranks, monkeypatch):
     assert "names the network interface 'missing0', which this host lacks; it has lo" in str(errors[0])
 
 
+def test_a_further_address_of_an_interface_is_accepted(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo:1,lo")
+    start_job._check_interfaces()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,missing0:1")
+    with pytest.raises(ConfigError, match="'missing0:1'"):
+        start_job._check_interfaces()
+
+
 def test_addresses_that_are_wrong(ranks, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "many")
     with pytest.raises(ConfigError, match="MASTER_PORT='many'"):

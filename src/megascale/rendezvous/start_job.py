@@ -397,7 +397,8 @@ def _check_interfaces() -> None:
     value = os.environ.get("GLOO_SOCKET_IFNAME", "")
     interfaces = [name for _, name in socket.if_nameindex()]
     for name in value.split(",") if value else []:
-        if name not in interfaces:
+        interface = name.partition(":")[0]  # eth0:1 is another address of eth0
+        if interface not in interfaces:
             raise ConfigError(
                 f"GLOO_SOCKET_IFNAME={value} names the network interface {name!r}, which this host lacks; it has "
                 f"{', '.join(interfaces)}. Set one of them on this host, or unset the variable"
