@@ -572,6 +572,32 @@ def test_no_memory_is_ordered_early_if_an_ended_process_has_less(run: Path) -> N
     second.finish(run_ended=False)
 
 
+def test_an_early_order_that_the_service_does_not_answer_is_left_to_the_checkpointer(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a limit, the start would wait for the answer for ever."""
+    monkeypatch.setattr(early_slots, "_REPLY_SECONDS", 0.5)
+    connect = service.connect_checkpoint_service
+    stopped: list[int] = []
+
+    def connect_and_stop(*arguments: Any) -> Conversation:
+        connection = connect(*arguments)
+        pid, _ = read_peer_credentials(connection.sock)
+        os.kill(pid, signal.SIGSTOP)
+        stopped.append(pid)
+        await_other(lambda: all(is_stopped(task) for task in Path(f"/proc/{pid}/task").iterdir()))
+        return connection
+
+    monkeypatch.setattr(service, "connect_checkpoint_service", connect_and_stop)
+    try:
+        early = EarlySlots(background(), run, rank=0, size=PAGE, reserved=PAGE, spare=0, device=torch.device("cpu"))
+        assert early.take() == []
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+    assert "staging memory was not prepared: timed out" in caplog.text
+
+
 def test_early_memory_that_no_checkpointer_takes_is_released(run: Path) -> None:
     early = EarlySlots(background(), run, rank=0, size=1 << 20, reserved=1 << 20, spare=0, device=torch.device("cpu"))
     early._thread.join()

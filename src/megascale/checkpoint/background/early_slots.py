@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 # Seconds after which the process goes on with slots that are not prepared. The service may still send the last snapshot
 # of an ended process from this memory.
 _PREPARE_SECONDS = 20.0
+_REPLY_SECONDS = 30.0  # within which the service answers a request; otherwise the checkpointer orders the memory
 
 
 class EarlySlots:
@@ -102,6 +103,7 @@ def prepare_slots(
     slots: list[StagingSlot] = []
     try:
         connection = service.connect_checkpoint_service(service_protocol.private_folder(run), config.linger, log_file)
+        connection.timeout = _REPLY_SECONDS
         try:
             request = Allocate(
                 rank,
