@@ -960,8 +960,10 @@ class Trainer:
             self._collect_garbage(step)
         self._keep_pending_step(step, rate, result)
         self.checkpoint_policy.poll()
-        if self.rank_info.device.type == "cpu":
-            self._read_pending_step()  # a CPU has finished the step already
+        is_first_step = self._first_step_start is not None
+        # A CPU has finished the step already. The end of a start's first step is reported, so its results are read now.
+        if self.rank_info.device.type == "cpu" or is_first_step:
+            self._read_pending_step()
 
     def _begin_step(self, step: int) -> None:
         """Announce the step to telemetry, inject due faults, and leave the attempt if this rank must."""
@@ -1085,6 +1087,8 @@ class Trainer:
                 allocations,
             )
             self._first_step_start = None
+            assert self.status.start is not None
+            self.status.start = replace(self.status.start, stepped_ns=time.time_ns())
         has_weights = True
         if result.weight_sum is not None:
             record["loss_weight"] = float(result.weight_sum)
@@ -1223,8 +1227,13 @@ class Trainer:
     def _save_if_due(self) -> None:
         """Save the state after a step that is not the last, to storage or to memory, if a save is due."""
         target = self.checkpointer.choose_save_target(self.step)
-        if target is not None:
-            self._save(persist=target == "storage")
+        if target is None:
+            return
+        self._read_pending_step()  # shows whether all ranks leave after this step
+        if self._is_leaving and target == "memory":
+            log.info("step %d is not copied to memory before the join", self.step)
+            return  # the ranks keep their state, or `_leave_after_step` saves it
+        self._save(persist=target == "storage")
 
     def _save(self, *, persist: bool, wait: bool = False) -> None:
         """Save the state.
