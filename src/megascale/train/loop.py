@@ -181,6 +181,7 @@ class Trainer:
         self._is_leaving = False  # true if ranks stop in order to begin a new attempt; the same on all ranks
         self._has_reported_active = False
         self._first_step_start: float | None = None  # `time.monotonic()`; None once its results were read
+        self._first_step_gradients = 0.0  # seconds from its start until the host had queued its gradients
         self._first_step_queued = 0.0  # seconds from its start until the host had queued it
         self._first_step_allocations = 0  # of device memory in this process, before the first step
         self._has_reported_graphs = False
@@ -930,6 +931,7 @@ class Trainer:
         self._begin_step(step)
         rate = compute_learning_rate(self.config.lr, step, train.steps)
         cast_interval = self.config.observe.float8_interval
+        queue_start = time.monotonic()
         self.clock.start()
         self.engine.start_gather()
         self._read_batch = self.feed.make_batch_reader(self.consumed_samples)
@@ -945,6 +947,8 @@ class Trainer:
             sum_weights=self._sum_weights,
         )
         self.clock.stop()
+        if step == self._first_step + 1:
+            log.info("second step queued in %.2f s", time.monotonic() - queue_start)
         self.pauses.record(recorder)
         recorder.end_step()
         self.telemetry.end_step()
@@ -956,14 +960,15 @@ class Trainer:
         self._report_graph_choice()
         if self.engine.graphs is not None and self.engine.graphs.failure:
             self._report_failed_graphs(self.engine.graphs.failure)
-        if self.garbage_collector.is_due(step):
-            self._collect_garbage(step)
         self._keep_pending_step(step, rate, result)
         self.checkpoint_policy.poll()
         is_first_step = self._first_step_start is not None
         # A CPU has finished the step already. The end of a start's first step is reported, so its results are read now.
         if self.rank_info.device.type == "cpu" or is_first_step:
             self._read_pending_step()
+        # The first collection is the longest, and follows the end of a recovery's pause.
+        if self.garbage_collector.is_due(step):
+            self._collect_garbage(step)
 
     def _begin_step(self, step: int) -> None:
         """Announce the step to telemetry, inject due faults, and leave the attempt if this rank must."""
@@ -1000,6 +1005,8 @@ class Trainer:
 
     def _before_update(self) -> None:
         """Wait for a save that still reads the state, before the step's update changes it."""
+        if self._first_step_start is not None:
+            self._first_step_gradients = time.monotonic() - self._first_step_start
         self.checkpointer.before_update(self.step + 1)
 
     def _report_active(self) -> None:
@@ -1081,9 +1088,11 @@ class Trainer:
             seconds = time.monotonic() - self._first_step_start
             allocations = count_device_allocations(self.rank_info.device) - self._first_step_allocations
             log.info(
-                "first step complete after %.2f s, queued after %.2f s, %d allocations of device memory",
+                "first step complete after %.2f s, queued after %.2f s, its gradients after %.2f s, %d allocations of "
+                "device memory",
                 seconds,
                 self._first_step_queued,
+                self._first_step_gradients,
                 allocations,
             )
             self._first_step_start = None
