@@ -541,7 +541,7 @@ class Trainer:
         )
         resources.callback(self.telemetry.close)
         self.timers = RankTimers(self.config, info, self.engine.runtime, self.layout.grid, self.attempt)
-        resources.callback(self.timers.close)
+        resources.callback(self._close_timers)
         self.pauses = HostPauses(info.device)
         resources.callback(self.pauses.close)
         # The flight record notes the operations that are still running, so they must end before it is closed.
@@ -549,6 +549,10 @@ class Trainer:
         self.status = self.telemetry.status
         self.status.start = self._start
         self.ending.status = self.telemetry.status
+
+    def _close_timers(self) -> None:
+        """Stop recording times. Other ranks do not wait for a span service that starts on this host."""
+        self.timers.close(awaits_service=not self.ending.is_parking)
 
     def _make_run_view(self) -> RunView:
         info = self.rank_info
