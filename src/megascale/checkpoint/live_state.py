@@ -339,7 +339,7 @@ def _join_offers(offers: Mapping[int, Offer]) -> tuple[CheckpointIndex, dict[str
         boxes.append((offsets + padding, sizes + padding))
         ends[file] += length
     start = np.array(starts, np.int64)
-    columns = {
+    columns: dict[str, np.ndarray] = {
         "tensor": np.array(tensor_positions, np.int32),
         "in_file": np.array(file_numbers, np.int32),
         "start": start,
