@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core import strict_json
+from megascale.core.status import PARKED, read_status
 
 WAIT = 240.0  # seconds; only a broken job takes them
 
@@ -75,6 +76,8 @@ START_LINE = "ready to train "  # begins the line that a rank logs before its fi
 LEAVE_LINE = "has left attempt "  # is in the line that a rank logs when it waits for the next attempt
 FIRST_STEP_LINE = "first step complete "  # begins the line that a rank logs after its first step
 SECOND_STEP_LINE = "second step queued "  # begins the line that a rank logs when it has queued its second step
+MEMORY_LINE = "GB for a snapshot: "  # is in the line that a rank logs for each slot
+ALL_MEMORY_LINE = "memory for snapshots is prepared on all ranks"  # from then on, no step lacks a snapshot
 GROUPS_LINE = "start-up "
 PREPARED_LINES = ("warmed up the groups", "aborted the groups", "groups of attempt@")
 
@@ -177,6 +180,19 @@ class Launched:
     def read_second_steps(self) -> dict[str, list[str]]:
         """Return by rank a line per start, which has the host's seconds for the second step."""
         return self._read_log_lines(SECOND_STEP_LINE)
+
+    def read_memory(self) -> dict[str, list[str]]:
+        """Return by rank a line per slot of memory for snapshots, which divides the seconds of its preparation."""
+        return self._read_log_lines(MEMORY_LINE)
+
+    def has_memory(self) -> bool:
+        """Return whether the memory for snapshots of all ranks has been prepared."""
+        return bool(self._read_log_lines(ALL_MEMORY_LINE))
+
+    def count_waiting_processes(self) -> int:
+        """Return the number of processes of spares that are prepared and wait for their first attempt."""
+        statuses = [read_status(file) for file in (self.run / "status").glob("waiting-*.status")]
+        return sum(status is not None and status.phase == PARKED for status in statuses)
 
     def _read_log_lines(self, beginning: str) -> dict[str, list[str]]:
         """Return by rank what follows `beginning` in the lines of its log that contain it."""

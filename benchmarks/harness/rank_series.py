@@ -171,7 +171,8 @@ class RankSeries:
         except Exception as error:
             error_text = describe_error(error)
             current.report_failure(error_text)
-            current.publish_partial()
+            with contextlib.suppress(DistError):
+                current.publish_partial()
             if not isinstance(error, MegascaleError):
                 traceback.print_exception(error)
             current.abort()
@@ -305,17 +306,25 @@ class Item:
             raise TrainingError("the measurement ends: its time limit is over, or another rank has failed")
 
     def publish_partial(self) -> None:
-        """Publish the figures of the steps so far, if the time limit ended the item and this rank has figures."""
+        """Publish the figures of the steps so far, if the time limit ended the item and this rank has figures.
+
+        Figures that cannot be computed are printed as an error only, because the abort must follow.
+        """
         with self._lock:
             if self._has_published or self._monitor is None or not self._watch_store.check(["limit"]):
                 return
             self._has_published = True
             make_result = self._monitor.make_result
-            figures = None
+            text = ""
             if make_result is not None:
-                figures = make_result()
-            if figures is not None:
-                self._watch_store.set("partial", strict_json.dumps(figures))
+                try:
+                    figures = make_result()
+                    if figures is not None:
+                        text = strict_json.dumps(figures)
+                except Exception:
+                    traceback.print_exc()
+            if text:
+                self._watch_store.set("partial", text)
 
     def read_partial(self) -> dict[str, Any] | None:
         """Return the figures that a rank published at the time limit; None if there are none."""
@@ -357,20 +366,12 @@ class Item:
                     has_failed = True
                 if has_failed:
                     # An aborted step would count as complete, so the figures precede the abort.
-                    self._publish_from_watch()
+                    self.publish_partial()
             except DistError:
                 os._exit(EXIT_LOST)  # the process that starts the ranks has ended
             if has_failed:
                 exit_time = time.monotonic() + GRACE_SECONDS
                 self.abort()
-
-    def _publish_from_watch(self) -> None:
-        try:
-            self.publish_partial()
-        except DistError:
-            raise
-        except Exception:
-            traceback.print_exc()  # the abort must follow
 
 
 def describe_error(error: BaseException) -> str:

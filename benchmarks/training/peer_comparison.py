@@ -289,7 +289,7 @@ def run_peer(name: str, job: PeerJob, seconds: float) -> PeerResult:
         PEERS[name][1],
         str(file),
     ]
-    # Megatron's training script insists on CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism. With CUDA's default
+    # Megatron's training script requires CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism. With CUDA's default
     # a step took 13% less at micro-batch 1 and no more at 4 (docs/comparison.md), so the variable is not set here.
     run_process([sys.executable, "-m", "torch.distributed.run"] + arguments, name, seconds)
     return PeerResult(name, turn=0, **json.loads(Path(job.out).read_text()))

@@ -191,11 +191,11 @@ def launch_tasks(tasks: Sequence[Task], configs: Sequence[Config], rows: RowFile
         if following < len(tasks) and server.has_begun(following):
             reason = server.read_failure(following) or f"the processes ended with exit code {code}"
             row: dict[str, Any] = dict(tasks[following].key)
-            partial = server.read_partial(following)
-            if partial is None:
+            figures = server.read_partial(following)
+            if figures is None:
                 row["failed"] = reason
             else:
-                row |= partial | {"cut": reason}
+                row |= figures | {"cut": reason}
             rows.add(row)
         if len(rows.rows) == first:
             raise TrainingError(f"the processes ended with exit code {code} before a shape began; see the lines above")

@@ -121,6 +121,13 @@ def test_export_and_import_round_trip(run: Path, tmp_path: Path, form: str) -> N
         call("export", run, out, "--only", "weights.")
 
 
+def test_an_export_refuses_the_name_of_a_file_that_would_become_a_folder(run, tmp_path):
+    out = tmp_path / "weights.safetensors"
+    with pytest.raises(ConfigError, match=r"the export makes a folder .* use '.*/weights', or '.*/weights\.pt'"):
+        call("export", run, out)
+    assert not out.exists()
+
+
 def test_a_folder_holds_one_set_of_weights(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     call("export", run, out)

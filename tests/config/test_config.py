@@ -291,3 +291,8 @@ def test_context_ranks_get_more_channels_for_data():
     assert config.from_tree({"parallel": {"context": 4}}).max_channels("data") == 24
     assert config.from_tree({"parallel": {"context": 4}, "overlap": {"data_channels": 6}}).max_channels("data") == 6
     assert config.from_tree({"parallel": {"context": 4}, "overlap": {"data": False}}).max_channels("data") is None
+
+
+def test_an_address_may_have_the_brackets_of_ipv6():
+    resilience = config.load(None, ["--resilience.listen=[::1]", "--resilience.advertise=[fd00::7]"]).resilience
+    assert (resilience.listen, resilience.advertise) == ("::1", "fd00::7")

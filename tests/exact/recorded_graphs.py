@@ -15,8 +15,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megascale.parallel import chunk_graphs
 from megascale.parallel.captures import Work
 from megascale.parallel.chunk_graphs import ChunkGraphs
+
+STEPS = 3  # an eager step, the one that captures, and one that only replays
+
+
+@contextmanager
+def one_eager_step() -> Iterator[None]:
+    """Let captures begin in the second step. Training waits for another one, since its memory still grows then."""
+    with mock.patch.object(chunk_graphs, "EAGER_STEPS", 1):
+        yield
 
 
 @dataclass

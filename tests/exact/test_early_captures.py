@@ -19,18 +19,17 @@ from megascale.core.batch import NO_FIELDS, SampleFields
 from megascale.core.capture_plan import CapturePlan
 from megascale.errors import FitError
 from megascale.parallel import chunk_graphs
-from megascale.parallel.chunk_graphs import EAGER_STEPS, CapturedMicrobatch, ChunkGraphs
+from megascale.parallel.chunk_graphs import CapturedMicrobatch, ChunkGraphs
 from megascale.parallel.collectives import Pending
 from megascale.parallel.data_parallel import DataParallel
 from megascale.parallel.pipeline import EagerRunner
-from tests.exact.cases import Case, case
-from tests.exact.recorded_graphs import recorded_graphs
+from tests.exact.cases import Case, case, select_cases
+from tests.exact.recorded_graphs import STEPS, one_eager_step, recorded_graphs
 from tests.exact.test_graphs import assert_same_bits
 from tests.exact.training import RankReport, late_gemms, make_engine, observe, run_step, state_of
 
 pytestmark = pytest.mark.xdist_group("processes")
 
-STEPS = EAGER_STEPS + 2
 FLOAT8 = {"train": {"linear_precision": "float8"}}
 FIELDS = SampleFields(loss_weights=True, positions=True, max_documents=4)
 
@@ -146,6 +145,7 @@ def list_leaf_nodes(output: torch.Tensor) -> list[Any]:
     return nodes
 
 
+@one_eager_step()
 def train(
     rank: int,
     world: int,
@@ -172,7 +172,7 @@ def train(
     return report, checks, failure
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", select_cases(LAYOUTS, ("two chunks", "float8")))
 def test_early_captures_give_the_bits_of_eager_steps(name, pool):
     layout, expected = LAYOUTS[name]
     eager = pool.run(train, layout.world, layout.tree, "off", nullcontext)
@@ -273,6 +273,7 @@ def test_a_capture_is_repeated_after_captures_were_dropped(pool):
         assert (late_captures, replayed, failure) == (0, 2, "")
 
 
+@one_eager_step()
 def change_recompute(rank: int, world: int, tree: dict[str, Any]) -> tuple[int, int, str]:
     """Train, change the recomputation, and train on; return late captures of the first stage, replays and failure."""
     checks = Checks(awaits_nothing=True)

@@ -20,12 +20,11 @@ from megascale.core.layout import lay_out
 from megascale.errors import ConfigError, TrainingError
 from megascale.parallel.chunk_graphs import EAGER_STEPS, CapturedMicrobatch, ChunkGraphs, GraphedRunner
 from megascale.train.engine import Engine
-from tests.exact.cases import TWO_LAYERS, case
+from tests.exact.cases import TWO_LAYERS, case, select_cases
+from tests.exact.recorded_graphs import STEPS, one_eager_step
 from tests.exact.training import RankReport, make_engine, observe, run_step, state_of
 
 pytestmark = pytest.mark.xdist_group("processes")
-
-STEPS = EAGER_STEPS + 2  # in the first of them all is captured, in the second nothing is
 
 LAYOUTS = {
     "one rank": (case(microbatches=3, model={"block": "parallel"}), 3),
@@ -84,6 +83,7 @@ FIELD_LAYOUTS = {
 }
 
 
+@one_eager_step()
 def train(
     rank: int, world: int, tree: dict[str, Any], graphs: str, fields: SampleFields = NO_FIELDS
 ) -> tuple[RankReport, int]:
@@ -116,7 +116,7 @@ def assert_same_bits(single: RankReport, second: RankReport) -> None:
             assert np.array_equal(remaining.values, right.values), remaining.name
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", select_cases(LAYOUTS, ("tensor", "tensor, pipeline, data")))
 def test_replays_are_what_they_stand_for(name, pool):
     layout, expected = LAYOUTS[name]
     eager = pool.run(train, layout.world, layout.tree, "off")
@@ -126,6 +126,7 @@ def test_replays_are_what_they_stand_for(name, pool):
         assert_same_bits(item, peer)
 
 
+@one_eager_step()
 def train_experts(
     rank: int, world: int, tree: dict[str, Any], kernels: dict[str, Any]
 ) -> tuple[RankReport, list[bool], bool]:
@@ -141,7 +142,7 @@ def train_experts(
     return report, redone, engine.graphs is not None and not engine.graphs.failure
 
 
-@pytest.mark.parametrize("name", EXPERT_LAYOUTS)
+@pytest.mark.parametrize("name", select_cases(EXPERT_LAYOUTS, ("room", "no room")))
 def test_steps_with_too_many_tokens_for_a_rank_are_redone(name, pool):
     layout, kernels, expected = EXPERT_LAYOUTS[name]
     eager = pool.run(train_experts, layout.world, layout.tree, {"graphs": "off"})
@@ -186,6 +187,23 @@ def test_faults_are_found(owner, subject, wrong):
     eager, _ = train(0, 1, TWO_CHUNKS, "off")
     with mock.patch.object(owner, subject, wrong), pytest.raises((AssertionError, IndexError)):
         assert_same_bits(eager, train(0, 1, TWO_CHUNKS, "on")[0])
+
+
+def test_captures_begin_after_the_eager_steps():
+    """Layouts train with a smaller number of eager steps than a run has."""
+    replayed = []
+    engine = make_engine(0, 1, {**TWO_CHUNKS, "kernels": {"graphs": "on"}})
+    replay = ChunkGraphs.replay_backward
+
+    def count(self: ChunkGraphs, chunk: int, i: int, microbatch: CapturedMicrobatch) -> None:
+        replayed[-1] += 1
+        replay(self, chunk, i, microbatch)
+
+    with mock.patch.object(ChunkGraphs, "replay_backward", count):
+        for step in range(1, EAGER_STEPS + 3):
+            replayed.append(0)
+            run_step(engine, step, RankReport())
+    assert replayed == [0] * EAGER_STEPS + [6, 6]
 
 
 def test_a_capture_that_fails_leaves_the_run_eager():

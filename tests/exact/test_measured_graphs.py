@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,13 @@ from unittest import mock
 import pytest
 import torch
 
+from megascale.checkpoint.object_collectives import Peers
 from megascale.parallel.chunk_graphs import EAGER_STEPS, GraphedRunner
 from megascale.parallel.launch_times import MAX_SAMPLES
 from megascale.train import graph_conditions, replay_conditions
 from megascale.train.engine import Engine
 from megascale.train.graph_conditions import GraphConditions
-from megascale.train.replay_conditions import exclude_costly_graphs
+from megascale.train.replay_conditions import exclude_costly_graphs, share_exclusion
 from tests.conftest import lines
 from tests.exact.cases import TWO_LAYERS, case
 from tests.exact.test_graphs import EXPERTS, assert_same_bits
@@ -53,12 +53,16 @@ class MeasuredRun:
         replayed: number of replayed micro-batches of each step.
         lines: text of the choice after each step.
         measured: measurements after each step.
+        repeated: whether each step was computed again without graphs.
+        agrees_on_repetition: whether all ranks agreed on that after each step.
     """
 
     report: RankReport = field(default_factory=RankReport)
     replayed: list[int] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     measured: list[int] = field(default_factory=list)
+    repeated: list[bool] = field(default_factory=list)
+    agrees_on_repetition: list[bool] = field(default_factory=list)
 
 
 def read_line(engine: Engine) -> str:
@@ -83,6 +87,8 @@ def run_steps(engine: Engine, clock: FixedClock, run: MeasuredRun, first: int = 
             run.replayed.append(replays)
             run.lines.append(read_line(engine))
             run.measured.append(clock.measurements)
+            run.repeated.append(engine.experts is not None and engine.experts.is_repeated)
+            run.agrees_on_repetition.append(engine._has_row_limit)
 
 
 def train(
@@ -91,21 +97,21 @@ def train(
     tree: dict[str, Any],
     graphs: str,
     times_by_rank: list[tuple[float, float]],
-    refused_rank: int | None = None,
+    refused_ranks: tuple[int, ...] = (),
     full_rank: int | None = None,
 ) -> MeasuredRun:
     """Train STEPS steps with a clock that shows the rank's times.
 
     Args:
-        refused_rank: rank whose memory has no room for buffers of graphs by the estimate.
+        refused_ranks: ranks whose memory has no room for buffers of graphs by the estimate.
         full_rank: rank whose memory is full after the eager steps.
     """
     clock = FixedClock(*times_by_rank[rank])
-    refusal = nullcontext()
-    if rank == refused_rank:
-        refusal = mock.patch.object(GraphConditions, "find_memory_limit", return_value=1)
-    with refusal:
-        engine = make_engine(rank, world, {**tree, "kernels": {"graphs": graphs}}, launch_clock=clock)
+    kernels = {**tree.get("kernels", {}), "graphs": graphs}
+
+    memory_limit = 1 if rank in refused_ranks else None
+    with mock.patch.object(GraphConditions, "find_memory_limit", return_value=memory_limit):
+        engine = make_engine(rank, world, {**tree, "kernels": kernels}, launch_clock=clock)
     run = MeasuredRun()
     observe(engine, run.report)
     spare_bytes = 0 if rank == full_rank else 1 << 30
@@ -159,7 +165,7 @@ def test_a_fast_host_stays_eager(name, pool):
 def test_a_stage_without_memory_stays_eager_and_says_both_reasons(pool):
     layout = case(1, 2, 1, microbatches=4)
     eager = pool.run(train, layout.world, layout.tree, "off", [SLOW, SLOW])
-    first, last = pool.run(train, layout.world, layout.tree, "auto", [SLOW, SLOW], 1)
+    first, last = pool.run(train, layout.world, layout.tree, "auto", [SLOW, SLOW], (1,))
     assert (first.replayed, last.replayed) == ([0, 0, 4, 4], [0] * STEPS)
     assert first.lines[-1].startswith("forward and backward of each chunk")
     assert last.lines[0].startswith("off (graph buffers of 0.0 GiB do not fit in the remaining memory")
@@ -168,11 +174,50 @@ def test_a_stage_without_memory_stays_eager_and_says_both_reasons(pool):
         assert_same_bits(reference.report, run.report)
 
 
+@pytest.mark.parametrize("refused_stage", [0, 1])
+def test_a_stage_without_graphs_repeats_the_steps_in_which_the_other_exceeds_its_rows(refused_stage, pool):
+    """All ranks agree on a repetition, and those without graphs keep their micro-batches for it."""
+    layout = case(2, 2, 1, microbatches=2, model=EXPERTS)
+    tree = {**layout.tree, "kernels": {"expert_rows": 1}}
+    times = [SLOW] * layout.world
+    eager = pool.run(train, layout.world, tree, "off", times)
+    refused_ranks = (2 * refused_stage, 2 * refused_stage + 1)
+    measured = pool.run(train, layout.world, tree, "auto", times, refused_ranks)
+    for rank, (reference, run) in enumerate(zip(eager, measured, strict=True)):
+        has_graphs = rank not in refused_ranks
+        assert run.lines[-1].startswith("forward and backward" if has_graphs else "off (graph buffers")
+        assert run.repeated == [False, False, True, True]
+        assert_same_bits(reference.report, run.report)
+
+
+def test_ranks_without_graphs_do_not_agree_on_repeated_steps(pool):
+    """The agreement lets the host wait for the device in each step."""
+    layout = case(2, 1, 1, microbatches=2, model=EXPERTS)
+    for run in pool.run(train, layout.world, layout.tree, "auto", [SLOW, SLOW], (0, 1)):
+        assert run.replayed == [0] * STEPS
+        assert run.lines[-1].startswith("off (graph buffers")
+        assert run.agrees_on_repetition == [True, True, False, False]
+
+
+@pytest.mark.parametrize("name", ["tensor", "zero 2"])
+def test_ranks_that_agree_on_captures_stay_eager_if_one_of_them_cannot_capture(name, pool):
+    layout, _, _ = LAYOUTS[name]
+    times = [SLOW] * layout.world
+    eager = pool.run(train, layout.world, layout.tree, "off", times)
+    measured = pool.run(train, layout.world, layout.tree, "auto", times, (1,))
+    for reference, run in zip(eager, measured, strict=True):
+        assert run.replayed == [0] * STEPS
+        assert_same_bits(reference.report, run.report)
+    first, last = (run.lines[-1] for run in measured)
+    assert first.startswith("off (another rank of the axis ")
+    assert last.startswith("off (graph buffers of 0.0 GiB do not fit in the remaining memory")
+
+
 def test_a_rank_whose_memory_is_full_keeps_all_ranks_eager(pool):
     """Ranks of a tensor-parallel group replay together or not at all."""
     layout, _, _ = LAYOUTS["tensor, pipeline"]
     eager = pool.run(train, layout.world, layout.tree, "off", [SLOW] * layout.world)
-    measured = pool.run(train, layout.world, layout.tree, "auto", [SLOW] * layout.world, None, 1)
+    measured = pool.run(train, layout.world, layout.tree, "auto", [SLOW] * layout.world, (), 1)
     for reference, run in zip(eager, measured, strict=True):
         assert run.replayed == [0] * STEPS
         assert run.lines[-1].startswith("off (rank 1 lacks 0.0 GiB of memory for the graphs' buffers")
@@ -254,6 +299,25 @@ def test_checked_steps_precede_graphs_that_are_expected_to_gain_nothing(model, e
     else:
         assert engine.graphs is not None
         assert engine.graph_choice is not None
+
+
+def train_after_exclusion(rank: int, world: int, tree: dict[str, Any]) -> MeasuredRun:
+    """Train in an attempt in which rank 0 alone has an engine of an attempt that excluded graphs."""
+    clock = FixedClock(*SLOW)
+    engine = make_engine(rank, world, tree, launch_clock=clock)
+    if rank == 0:
+        engine.exclude_graphs("a checked step would run without CUDA graphs")
+    share_exclusion(engine, Peers())
+    run = MeasuredRun()
+    run_steps(engine, clock, run)
+    return run
+
+
+def test_new_ranks_adopt_the_exclusion_of_an_earlier_attempt(pool):
+    layout, _, _ = LAYOUTS["data"]
+    for run in pool.run(train_after_exclusion, layout.world, layout.tree):
+        assert run.replayed == [0] * STEPS
+        assert run.lines == ["off (a checked step would run without CUDA graphs)"] * STEPS
 
 
 # Let the trainer's engine measure with a fixed clock, as on a GPU with a slow host.

@@ -23,15 +23,14 @@ from megascale.parallel.gradient_slots import GradientBucket
 from megascale.parallel.parameter_slots import ParameterSlots, ParameterUnit
 from megascale.parallel.unit_cuts import UnitCuts
 from megascale.train.engine import Engine
-from tests.exact.cases import TWO_LAYERS, Case, case
-from tests.exact.recorded_graphs import recorded_graphs
+from tests.exact.cases import TWO_LAYERS, Case, case, select_cases
+from tests.exact.recorded_graphs import STEPS, one_eager_step, recorded_graphs
 from tests.exact.test_graphs import assert_same_bits
 from tests.exact.test_sharded_parameters import poisoned_slots
 from tests.exact.training import RankReport, make_engine, observe, run_step, state_of
 
 pytestmark = pytest.mark.xdist_group("processes")
 
-STEPS = EAGER_STEPS + 2
 UNTIED = {"tied_embeddings": False}
 
 # Each with the backwards that a rank replays in a step.
@@ -99,6 +98,7 @@ EXPERTS = {"mlp": "experts", "mlp_bias": False, "experts": {"number": 4, "top_k"
 UNRECORDED = {"ZeRO-3, experts": (case(data=2, microbatches=2, zero=3, model={**UNTIED, **EXPERTS}), 2)}
 
 
+@one_eager_step()
 def train(
     rank: int,
     world: int,
@@ -132,7 +132,9 @@ def train(
     return report, replayed
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", select_cases(LAYOUTS, ("ZeRO-2, one micro-batch", "ZeRO-3, two stages of two chunks, tied"))
+)
 def test_replays_give_the_bits_of_eager_steps(name, pool):
     """No slot is read after its release: it holds NaN then."""
     layout, expected = LAYOUTS[name]
@@ -253,7 +255,7 @@ def list_addresses(rank: int, world: int, tree: dict[str, Any], graphs: str) -> 
     ):
         engine = make_engine(rank, world, {**tree, "kernels": {"graphs": graphs}})
         report = RankReport()
-        for step in range(1, STEPS + 1):
+        for step in range(1, EAGER_STEPS + 3):
             events.clear()
             run_step(engine, step, report)
             engine.synchronize()
@@ -289,14 +291,14 @@ def fail_on_one(rank: int, world: int, tree: dict[str, Any]) -> tuple[RankReport
 
     failing = mock.patch.object(ChunkGraphs, "_capture", broken) if rank else nullcontext()
     with mock.patch.object(ChunkGraphs, "end_step", note_failure), failing:
-        report, replayed = train(rank, world, tree, "on", recorded_graphs, steps=EAGER_STEPS + 1)
+        report, replayed = train(rank, world, tree, "on", recorded_graphs, steps=STEPS - 1)
     return report, replayed, failures[-1]
 
 
 def test_a_capture_that_fails_on_one_rank_leaves_its_stage_eager(pool):
     """Replays and eager micro-batches reduce buckets in different orders."""
     layout, _ = LAYOUTS["ZeRO-2, tied"]
-    eager = pool.run(train, layout.world, layout.tree, "off", nullcontext, EAGER_STEPS + 1)
+    eager = pool.run(train, layout.world, layout.tree, "off", nullcontext, STEPS - 1)
     failed = pool.run(fail_on_one, layout.world, layout.tree)
     assert [reason for _, _, reason in failed] == [
         "capture failed on another rank of the pipeline stage",

@@ -28,6 +28,9 @@ share the disk: after a recovery from memory a job writes a checkpoint, for 28 G
 file of its own (recovery-keep-10.json). `--logs FOLDER` collects the ends of all logs, the driver's events, and where
 ranks stood if a recovery did not end.
 
+The script prints an estimate of the seconds until the end of the first recovery. With fewer --seconds it starts no job.
+Before the first kill it waits until all memory for snapshots is prepared, and until the processes of a spare wait.
+
 Called again with the same --out, only what is missing is done; after --seconds the job is ended and what came is kept.
 What rank 0 did from second to second is kept in the file ("stacks"), what the driver found and did too ("events"), and
 what went wrong that no kill of this script explains ("unasked", then with the ends of "logs"), of which there should be
@@ -41,6 +44,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import shlex
 import signal
@@ -57,12 +61,20 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from benchmarks.harness.launched import Launched, Steps, phases
+from megascale.config import load_command_line
 from megascale.core.gpus import visible_gpu_names
 from megascale.core.layout import lay_out
+from megascale.core.preflight import checkpoint_bytes
 from megascale.core.recovery_record import PHASES, RecoveryRecord, format_numbers
 from megascale.core.status import read_status
+from megascale.resilience.driver.start_driver import prepare
 from tests.chaos.local.fault_cases import CASES
 
+# Seconds of one H100 80 GB host with GPT 13B of 14 layers, two ranks and one spare (2026-11-28), for the estimate.
+START_SECONDS = 25.0  # from launch to the first step
+SPARE_SECONDS = 35.0  # from the first step until a spare's processes wait for their attempt
+SNAPSHOT_RATE = 0.5e9  # bytes of a rank's state per second until the first snapshot is at the peer; small pages
+STEP_SECONDS = 2.0
 LIMIT = 240.0  # seconds for a start or a recovery
 ENDING = 20.0  # kept for the job's end
 FIRST_KILL = 30.0  # seconds that must remain for the first kill and its recovery; later kills go by those measured
@@ -271,6 +283,13 @@ def run(
     """Start the job and kill one after the other; `record` is written after each."""
     file = make(folder)
     layers = inputs.layers or fitting(file, settings)
+    config, size = prepare(load_command_line(str(file), settings + [f"--model.layers={layers}"]))
+    estimate = estimate_first_kill(checkpoint_bytes(config) / size.world, missing[0][0], inputs.steps, record["starts"])
+    print(f"estimate until the end of the first recovery: {describe_parts(estimate)}", flush=True)
+    if inputs.seconds < sum(estimate.values()):
+        print(f"--seconds={inputs.seconds:g} is too short; call with --seconds={math.ceil(sum(estimate.values()))}")
+        return
+    has_spare = config.resilience.spares > 0 and config.resilience.prepare_spares
     record |= {"date": date.today().isoformat(), "machine": machine(), "layers": layers}
 
     def keep() -> None:
@@ -301,6 +320,7 @@ def run(
             print(f"{reason} before the first snapshot in memory; call again with more --seconds", flush=True)
         else:
             print(f"first snapshot in memory {copied - begun:.1f} s after launch", flush=True)
+            await_preparation(job, deadline - ENDING - FIRST_KILL, begun, has_spare=has_spare)
         keep()
         for kind, number in missing:
             durations = [row["total"] for row in record["kills"] if row["total"]]
@@ -346,6 +366,58 @@ def run(
             finish(job)
             if inputs.logs:
                 collect_logs(job, inputs.logs)
+
+
+def estimate_first_kill(state_bytes: float, kind: str, steps: int, starts: list[float]) -> dict[str, float]:
+    """Return the seconds of a call that ends after its first kill, by part.
+
+    Args:
+        state_bytes: bytes of a rank's snapshot.
+        kind: a key of KINDS.
+        steps: steps before the kill.
+        starts: seconds from launch to the first step in earlier calls.
+    """
+    preparation = state_bytes / SNAPSHOT_RATE
+    if kind == "lost-node":
+        preparation = max(preparation, SPARE_SECONDS)
+    return {
+        "start": max(starts, default=START_SECONDS),
+        "memory for snapshots and spare": preparation,
+        "steps": steps * STEP_SECONDS,
+        "recovery": FIRST_KILL,
+        "end": ENDING,
+    }
+
+
+def describe_parts(seconds: dict[str, float]) -> str:
+    """Return a sum and its parts as text."""
+    parts = ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())
+    return f"{sum(seconds.values()):.0f} s ({parts})"
+
+
+def await_preparation(job: Launched, deadline: float, begun: float, *, has_spare: bool) -> None:
+    """Wait until all memory for snapshots is prepared, and with a spare until its processes wait. Print the times.
+
+    A kill before that measures a job that has just started: it loses more steps, or its spare has no process.
+
+    Args:
+        begun: time of the launch.
+        has_spare: whether a spare prepares processes.
+    """
+    events = {"all memory for snapshots prepared": job.has_memory}
+    if has_spare:
+        events["processes of a spare prepared"] = lambda: job.count_waiting_processes() > 0
+    while events and not job.over() and time.monotonic() < deadline:
+        for name, has_happened in list(events.items()):
+            if has_happened():
+                del events[name]
+                print(f"{name} {time.time() - begun:.1f} s after launch", flush=True)
+        time.sleep(0.05)
+    for name in events:
+        print(f"not before the kill: {name}", flush=True)
+    for rank, lines in job.read_memory().items():
+        for line in lines:
+            print(f"  rank {rank}: memory {line}", flush=True)
 
 
 def find_time_obstacle(seconds: float, durations: list[float]) -> str:
@@ -628,11 +700,9 @@ def make(folder: Path) -> Path:
 
 def fitting(file: Path, settings: list[str]) -> int:
     """Half of the model's layers, or the most below that GPUs and memory hold; SystemExit if none do."""
-    from megascale.config import load_command_line
     from megascale.core.capacity import Capacity
     from megascale.core.preflight import HostShare, check_host
     from megascale.errors import FitError
-    from megascale.resilience.driver.start_driver import prepare
 
     local = Capacity.measure(gpus=True)
     less = replace(

@@ -36,7 +36,10 @@ def test_a_rank_and_a_node_are_killed_and_timed_by_phase_and_what_is_there_is_ke
     output = capsys.readouterr().out
     assert "1 s are too few: 20 s are kept for the job's end" in output
     assert "missing: rank 1, node 1; call again" in output
+    assert recovery.main(arguments + ["--seconds=60"]) == 0
+    assert "--seconds=60 is too short; call with --seconds=80" in capsys.readouterr().out
     assert recovery.main(arguments + ["--kind=rank", "--seconds=400"]) == 0
+    assert "all memory for snapshots prepared" in capsys.readouterr().out
     record = json.loads(out.read_text())
     assert recovery.main(arguments + ["--seconds=400"]) == 0  # goes on with the node
     rank, node = json.loads(out.read_text())["kills"]
@@ -72,6 +75,16 @@ def test_the_first_kill_needs_30_seconds_and_later_ones_go_by_those_measured():
     obstacle = recovery.find_time_obstacle(29.0, [])
     assert obstacle == "29 s remain before the job's end begins, and 30 s are needed"
     assert "52 s are needed" in recovery.find_time_obstacle(33.0, [40.0])
+
+
+def test_the_estimate_counts_a_start_that_was_measured_and_waits_for_the_slower_preparation():
+    estimate = recovery.estimate_first_kill(28e9, "lost-node", 6, [])
+    assert recovery.describe_parts(estimate) == (
+        "143 s (start 25, memory for snapshots and spare 56, steps 12, recovery 30, end 20)"
+    )
+    small = recovery.estimate_first_kill(1e9, "lost-node", 6, [12.0, 14.0])
+    assert small == estimate | {"start": 14.0, "memory for snapshots and spare": recovery.SPARE_SECONDS}
+    assert recovery.estimate_first_kill(1e9, "rank", 6, [])["memory for snapshots and spare"] == 2.0
 
 
 def test_as_many_layers_as_the_machine_holds(tmp_path, monkeypatch):

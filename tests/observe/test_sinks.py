@@ -135,6 +135,20 @@ def test_records_are_lines_at_once(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": "NaN"}\n{"step": 2, "loss": "NaN"}\n'
 
 
+def test_records_after_a_rotation_are_in_a_new_file(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    sink = metrics.JsonLines(file)
+    sink.write({"step": 1})
+    file.rename(tmp_path / "metrics.jsonl.1")
+    sink.write({"step": 2})
+    file.unlink()
+    sink.write({"step": 3})
+    sink.write({"step": 4})
+    sink.close()
+    assert (tmp_path / "metrics.jsonl.1").read_text() == '{"step": 1}\n'
+    assert file.read_text() == '{"step": 3}\n{"step": 4}\n'
+
+
 def test_each_sink_is_opened_once_in_the_order_of_settings(tmp_path, monkeypatch):
     opened: list[str] = []
     for name in ("tensorboard", "wandb"):

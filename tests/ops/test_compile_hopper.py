@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from megascale.ops.float8 import cast
 from megascale.ops.float8.formats import E4M3
+from megascale.ops.grouped_gradients import accumulate_group_gradients
 from tests.ops.every_kernel import BF16, CASES, zeros
 from tests.ops.offline import compile_for_hopper, stack_bytes
 
@@ -58,3 +59,19 @@ def test_no_kernel_writes_both_float8_copies_of_a_float32_source() -> None:
         with compile_for_hopper() as compiled:
             cast.cast_by_amax(zeros(4096, 5120, dtype=dtype), E4M3, torch.ones(()))
         assert [name for name, _ in compiled.kernels] == ["_cast_kernel"] * launches
+
+
+@pytest.mark.xdist_group("triton")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_gradients_of_groups_read_rows_through_an_index_of_any_integer_type(dtype: torch.dtype) -> None:
+    rows = 252  # not aligned, so that the kernel reads by pointers
+    with compile_for_hopper() as compiled:
+        accumulate_group_gradients(
+            torch.zeros(4, rows, 256),
+            zeros(512, rows),
+            zeros(300, 256),
+            torch.tensor([0, 100, 200, 300, 512], dtype=torch.int32),
+            index=torch.zeros(512, dtype=dtype),
+            dy_index=torch.zeros(512, dtype=dtype),
+        )
+    assert [name for name, _ in compiled.kernels][-1] == "_group_gradient_kernel"

@@ -393,6 +393,22 @@ def test_each_kind_of_product_has_its_own_plan(fake):
     assert len(fake.named("cublasLtMatmul")) == 2 * len(calls)
 
 
+def test_plans_beyond_the_limit_free_the_librarys_memory(fake, monkeypatch):
+    monkeypatch.setattr(cublaslt, "MAX_PLANS", 2)
+    _, a_scale, b, b_scale = operands()
+    for M in (16, 32, 48, 64):
+        cublaslt.multiply(torch.zeros(M, 48, dtype=torch.bfloat16), operands(M)[0], a_scale, b, b_scale)
+    assert len(cublaslt._plans) == 2
+    numbers = {
+        name: [call[0] for call in fake.named(name)]
+        for name in ("cublasLtMatmulDescDestroy", "cublasLtMatrixLayoutDestroy")
+    }
+    used = [(call[1], call[4], call[6], call[11]) for call in fake.named("cublasLtMatmul")]
+    descriptors, b_layouts, a_layouts, out_layouts = zip(*used[:2], strict=True)
+    assert numbers["cublasLtMatmulDescDestroy"] == list(descriptors)
+    assert sorted(numbers["cublasLtMatrixLayoutDestroy"]) == sorted([*a_layouts, *b_layouts, *out_layouts])
+
+
 def test_threads_that_share_a_plan_do_not_mix_their_scales(fake):
     a, _, b, _ = operands()
     out = torch.zeros(32, 48, dtype=torch.bfloat16)
@@ -440,12 +456,19 @@ def test_a_product_that_cublaslt_refuses_is_torchs(fake, monkeypatch):
     assert dispatch.list_choices()["float8 GEMM calls"] == "torch._scaled_mm (MEGASCALE_DIRECT_GEMMS=0)"
 
 
-def test_a_product_that_cublaslt_runs_is_recorded(fake, monkeypatch):
+def test_a_product_that_cublaslt_runs_is_recorded_unless_another_was_refused(fake, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     a, a_scale, b, b_scale = operands()
-    gemm.matmul(a.as_subclass(OnCuda), a_scale, b.as_subclass(OnCuda), b_scale)
-    assert dispatch.list_choices()["float8 GEMM calls"].startswith("cuBLASLt")
-    assert len(fake.named("cublasLtMatmul")) == 1
+    operands_on_cuda = (a.as_subclass(OnCuda), a_scale, b.as_subclass(OnCuda), b_scale)
+    unaligned = torch.zeros(32 * 48 + 1, dtype=torch.bfloat16)[1:].view(32, 48)
+    with dispatch.Kernels().as_current():
+        gemm.matmul(*operands_on_cuda)
+        assert dispatch.list_choices()["float8 GEMM calls"].startswith("cuBLASLt")
+        assert len(fake.named("cublasLtMatmul")) == 1
+        gemm.matmul_out(unaligned, *operands_on_cuda)
+        gemm.matmul(*operands_on_cuda)
+        assert dispatch.list_choices()["float8 GEMM calls"].startswith("torch._scaled_mm (an address is not")
+        assert len(fake.named("cublasLtMatmul")) == 2
 
 
 def test_operands_that_a_plan_does_not_describe_are_named(fake):

@@ -365,8 +365,16 @@ def test_one_process_needs_no_address(monkeypatch):
     assert groups.p2p == {}
     assert groups.by_kind == {}
     shutdown(groups)
-    with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT are not set"):
+    with pytest.raises(ConfigError, match="WORLD_SIZE=2 is set, but MASTER_ADDR and MASTER_PORT are not"):
         start(0, 2, [])
+
+
+def test_an_interface_that_this_host_lacks_is_named(ranks, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "missing0")
+    ranks.start(start, range(2), 2, [])
+    errors = [error for error in ranks.results(2).values() if isinstance(error, ConfigError)]
+    assert errors
+    assert "names the network interface 'missing0', which this host lacks; it has lo" in str(errors[0])
 
 
 def test_addresses_that_are_wrong(ranks, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from megascale import checkpoint
 from megascale.api import load_config, train
 from megascale.errors import TrainingError
+from megascale.train import snapshot_reserve
 from tests.conftest import lines
 from tests.forked import PACED, Forked
 from tests.train.test_run import kill_when, losses, weights
@@ -41,6 +43,16 @@ def test_saving_in_the_background_changes_nothing_but_the_wait(tiny, tmp_path):
     assert all(0 <= r["stall"] <= r["seconds"] for r in saved)
     skipped = {r["step"] for r in events(run, "checkpoint_skipped")}
     assert {r["step"] for r in saved} | skipped == {2, 4, 6, 8, 9}
+
+
+def test_memory_is_ordered_before_the_engine_exists_and_changes_nothing(tiny, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(snapshot_reserve, "_LEAST_EARLY_BYTES", 0)
+    options = ["--train.steps=4", "--checkpoint.interval=2"]
+    train(load_config(tiny, options + ["--train.name=calm"]))
+    with caplog.at_level(logging.INFO, "megascale.checkpoint"):
+        train(load_config(tiny, options + BACKGROUND + ["--checkpoint.memory_interval=1", "--train.name=early"]))
+    assert "2 of 2 slots as before" in caplog.text
+    assert_same_run(tmp_path / "runs" / "early", tmp_path / "runs" / "calm")
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -88,6 +90,27 @@ def test_activations_stay_allocated_until_they_are_released() -> None:
 
 def test_a_process_without_a_gpu_reserves_nothing() -> None:
     assert device_reserve.reserve_memory(resolve([], 1), 1, torch.device("cpu")) is None
+
+
+def test_the_first_block_is_returned_if_the_second_one_does_not_fit(monkeypatch) -> None:
+    """The trace of the error holds the first block, so that the cache is emptied after the error's handler."""
+    blocks: list[weakref.ref[torch.Tensor]] = []
+    is_held: list[bool] = []
+
+    def allocate(size: int, **_: object) -> torch.Tensor:
+        if blocks:
+            raise torch.OutOfMemoryError("no memory")
+        block = torch.zeros(1)
+        blocks.append(weakref.ref(block))
+        return block
+
+    monkeypatch.setattr(device_reserve, "_divides_blocks", lambda: True)
+    monkeypatch.setattr(device_reserve, "has_bfloat16", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (PLENTY, PLENTY))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: is_held.append(blocks[0]() is not None))
+    monkeypatch.setattr(torch, "empty", allocate)
+    assert device_reserve.reserve_memory(resolve([], 4), 4, torch.device("cuda", 0)) is None
+    assert is_held == [False]
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

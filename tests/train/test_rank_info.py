@@ -26,6 +26,7 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"RANK": "1"}, "RANK=1 with WORLD_SIZE=1 is not a rank from 0 to WORLD_SIZE - 1"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0 with WORLD_SIZE=0"),
+        ({"LOCAL_RANK": "3"}, "LOCAL_RANK=3 is set in the environment of a single process"),
         ({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=2 with LOCAL_WORLD_SIZE=2"),
     ],
 )
@@ -50,7 +51,8 @@ def test_a_rank_outside_of_a_larger_world_reaches_the_rendezvous(monkeypatch: py
 
 
 def test_a_local_rank_without_a_size_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "3")
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
     assert find_rank_info(from_tree({"train": {"device": "cpu", "threads": 1}})).local_rank == 3
 
 

@@ -67,12 +67,15 @@ def test_training_after_a_rehearsal_has_the_same_losses() -> None:
     assert train(tree) == expected
 
 
+@pytest.mark.parametrize(
+    ("error", "text"), [(RuntimeError("CUDA out of memory"), "CUDA out of memory"), (MemoryError(), "MemoryError()")]
+)
 def test_a_rehearsal_that_fails_is_only_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception, text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any) -> None:
-        raise RuntimeError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr(rehearsal, "_run_step", fail)
     assert not rehearsal.rehearse(from_tree(SMALL), CPU)
-    assert "the rehearsal of a step failed: CUDA out of memory" in caplog.text
+    assert f"the rehearsal of a step failed: {text}\n" in caplog.text

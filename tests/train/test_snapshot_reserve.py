@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from megascale.config import Config
 from megascale.core.process_orders import MISSING_VARIABLE
-from megascale.train.snapshot_reserve import compute_snapshot_reserve
+from megascale.train import snapshot_reserve
+from megascale.train.rank_info import RankInfo
+from megascale.train.snapshot_reserve import compute_snapshot_reserve, order_slots
 
 
 @pytest.mark.parametrize(
@@ -38,3 +41,26 @@ def test_the_reserve_is_for_the_smallest_number_of_replicas(
     assert compute_snapshot_reserve(config) == pytest.approx(expected)
     without = config.resilience.model_copy(update={"continue_replicas": False})
     assert compute_snapshot_reserve(config.model_copy(update={"resilience": without})) == 1.0
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"checkpoint": {"background": False}},
+        {"parallel": {"data": 1, "pipeline": 2}},  # stages differ in size
+        {"model": {"preset": "tiny", "vocab_size": 256}},  # its memory is ready before the first step
+    ],
+)
+def test_no_memory_is_ordered_before_the_engine_without_a_use(sections: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {"model": {"layers": 24, "hidden": 1024, "heads": 16, "vocab_size": 50304}}
+    background = {"checkpoint": {"background": True, "memory_interval": 1}}
+    ordered = []
+    monkeypatch.setattr(snapshot_reserve, "EarlySlots", lambda *_, **sizes: ordered.append(sizes))
+    info = RankInfo(0, 2, 0, 2, torch.device("cpu"))
+    order_slots(Config.model_validate({"parallel": {"data": 2}} | model | background), info)
+    (sizes,) = ordered
+    assert 0 < sizes["size"] < sizes["reserved"]
+    assert sizes["spare"] == 2 * sizes["reserved"]  # two slots of the other rank
+    config = Config.model_validate({"parallel": {"data": 2}} | model | background | sections)
+    assert order_slots(config, info) is None
+    assert len(ordered) == 1

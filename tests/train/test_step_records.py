@@ -71,7 +71,16 @@ def test_an_evaluation_that_a_lost_peer_ends_is_repeated(tiny, tmp_path, trainer
     with monkeypatch.context() as patch:
         patch.setattr(loop.Trainer, "_evaluate", lambda *_, **__: None)
         train(load_config(tiny, [*settings, "--train.stop_after=2", "--train.name=again"]))
+    evaluate = loop.Trainer._evaluate
+    start_times: list[float | None] = []
+
+    def evaluate_and_note(trainer: loop.Trainer, is_last: bool = False) -> Any:
+        start_times.append(trainer._first_step_start)
+        return evaluate(trainer, is_last)
+
+    monkeypatch.setattr(loop.Trainer, "_evaluate", evaluate_and_note)
     train(load_config(tiny, [*settings, "--train.name=again"]))
+    assert start_times == [None] * 3  # the log's time of the first step does not contain the repeated evaluation
     metrics = tmp_path / "runs" / "again" / "metrics.jsonl"
     assert list_steps(metrics, "loss") == [1, 2, 3, 4, 5]
     assert list_steps(metrics, "valid_loss") == [2, 4, 5]

@@ -25,8 +25,8 @@ class StepMonitor:
         rank_load: latest load of the most loaded expert rank relative to the mean load; None for a dense model, and
             before it is measured.
         rank_load_step: number of the step in which `rank_load` was measured.
-        seconds: seconds of each timed step, and `losses` of each step, for measurements that keep no records of their
-            own.
+        seconds: seconds of each timed step, for measurements that keep no records of their own.
+        losses: loss of each step, for such measurements.
         make_result: returns the figures of the timed steps so far, and None before the first one. None on ranks that
             return no figures.
     """

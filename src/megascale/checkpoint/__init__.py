@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megascale.checkpoint.background.early_slots import prepare_slots
+    from megascale.checkpoint.background.early_slots import EarlySlots, prepare_slots
     from megascale.checkpoint.background.staging import SaveOutcome
     from megascale.checkpoint.checkpointer import (
         Checkpointer,
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpointer",
+    "EarlySlots",
     "LoadReport",
     "SaveOutcome",
     "StoredState",
@@ -41,6 +42,7 @@ __all__ = [
 
 _MODULES = {
     "Checkpointer": "checkpointer",
+    "EarlySlots": "background.early_slots",
     "LoadReport": "loader",
     "SaveOutcome": "background.staging",
     "TensorShard": "format.chunks",

@@ -282,6 +282,11 @@ def export_(
     from megascale.checkpoint.complete_checkpoint import open_checkpoint
     from megascale.checkpoint.conversion import export_safetensors, export_torch
 
+    if target.suffix in (".safetensors", ".pth", ".bin", ".ckpt") and not target.is_dir():
+        raise ConfigError(
+            f"{str(target)!r} is the name of a file, and the export makes a folder of .safetensors files; use "
+            f"{str(target.with_suffix(''))!r}, or {str(target.with_suffix('.pt'))!r} for a torch file"
+        )
     source = open_checkpoint(path, step)
     names = {name: name.removeprefix(only) for name in source.tensors if name.startswith(only)}
     if not names:

@@ -218,6 +218,14 @@ class ResilienceConfig(Section):
         description="regular expressions; matching lines of trainers' logs are sent to the driver",
     )
 
+    @field_validator("listen", "advertise")
+    @classmethod
+    def _remove_brackets(cls, address: str) -> str:
+        """Return an IPv6 address without the brackets that it has before a port."""
+        if address.startswith("[") and address.endswith("]"):
+            return address[1:-1]
+        return address
+
     _expand_paths = field_validator("targets", "hosts", "placement", "environment", "tls_certificate", "tls_key")(
         expand_home
     )

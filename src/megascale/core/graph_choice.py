@@ -39,6 +39,7 @@ class GraphDecision:
     """Whether the ranks of a job capture CUDA graphs, and the times that decide it.
 
     Attributes:
+        uses_graphs: whether the ranks that can capture do.
         slowest_rank: rank whose host needs the largest share of the GPU's time.
         times: times of this rank.
         fullest_rank: rank whose memory lacks most for the buffers of graphs.
@@ -81,17 +82,20 @@ class GraphDecision:
         return f"forward and backward of each chunk, {start} ({measurement})"
 
 
-def decide_graphs(times_by_rank: Sequence[LaunchTimes], missing_gib_by_rank: Sequence[float]) -> GraphDecision:
+def decide_graphs(
+    times_by_rank: Sequence[LaunchTimes], missing_gib_by_rank: Sequence[float], can_capture: bool = True
+) -> GraphDecision:
     """Return the decision of all ranks: the largest share of a host counts, since all ranks wait for the slowest.
 
     Args:
         missing_gib_by_rank: GiB of memory that each rank lacks for graphs, 0 if it has enough.
+        can_capture: whether any rank can capture, independent of the times.
     """
     shares = [times.host_share for times in times_by_rank]
     slowest_rank = shares.index(max(shares))
     missing_gib = max(missing_gib_by_rank)
     return GraphDecision(
-        uses_graphs=shares[slowest_rank] > MAX_HOST_SHARE and missing_gib == 0,
+        uses_graphs=can_capture and shares[slowest_rank] > MAX_HOST_SHARE and missing_gib == 0,
         slowest_rank=slowest_rank,
         times=times_by_rank[slowest_rank],
         fullest_rank=missing_gib_by_rank.index(missing_gib),

@@ -312,7 +312,20 @@ def open_sinks(request: SinkRequest) -> Iterator[MetricSink]:
     enabled = {"tensorboard": observe.tensorboard and has_tensorboard(), "wandb": observe.wandb is not None}
     names = [name for name, is_enabled in enabled.items() if is_enabled]
     for name in dict.fromkeys(names + observe.sinks):
-        yield SINK_FACTORIES[name](request)
+        sink = SINK_FACTORIES[name](request)
+        if name not in SINK_FACTORIES.builtin_names:
+            _check_sink(name, sink)
+        yield sink
+
+
+def _check_sink(name: str, sink: object) -> None:
+    """Raise ConfigError if a package's sink lacks a method."""
+    for method in ("write", "close"):
+        if not callable(getattr(sink, method, None)):
+            raise ConfigError(
+                f"observe.sinks={name}: {type(sink).__name__} has no method `{method}`; a sink has write(record) and "
+                "close()"
+            )
 
 
 def _format_count(count: float) -> str:

@@ -21,7 +21,8 @@ if HAS_TRITON:
 def _load_sources(index_ptr, token, end_token, GATHERED: tl.constexpr):
     """Return the row of each token: the token itself, or with GATHERED the entry of the index."""
     if GATHERED:
-        return tl.load(index_ptr + token, mask=token < end_token, other=0)
+        # Triton compiles both results, which must have one type.
+        return tl.load(index_ptr + token, mask=token < end_token, other=0).to(token.dtype)
     return token
 
 

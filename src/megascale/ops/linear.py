@@ -54,13 +54,14 @@ class Operand(NamedTuple):
 
 
 def accumulate_mm(target: Tensor, a: Tensor, b: Tensor, overwrite: bool = False) -> None:
-    """Compute target [M, N] += a [M, K] @ b [K, N], summed in float32 at least.
+    """Compute target [M, N] += a [M, K] @ b [K, N], summed in float32 at least if target has 32 bits or more.
 
     With `overwrite` the product replaces target. On CUDA one GEMM has float32 output and adds to target. If torch lacks
     such a GEMM, the product is rounded to a's type, and the record of operators says so. On other devices a and b are
     converted to target's type.
 
-    A target of 16 bits, or narrower than a, takes the rounded product, and only with `overwrite`.
+    A target of 16 bits, or narrower than a, takes the rounded product, and only with `overwrite`. If cuBLAS divides K,
+    it may add the parts in 16 bits, as in other GEMMs (`allow_bf16_reduced_precision_reduction` of torch).
     """
     if target.dtype.itemsize < max(4, a.dtype.itemsize):
         assert overwrite, target.dtype

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from megascale.config import LrConfig
 from megascale.config.parts import LR_SCHEDULES, LrScheduleFacts
 from megascale.config.registry import Registry
+from megascale.errors import ConfigError
 
 # (lr section, step, end) -> learning rate of a step after the warm-up. The decay ends at step `end`.
 LrSchedule = Callable[[LrConfig, int, int], float]
+_CHECKED_STEPS = 10_000  # `check_schedule` calls a schedule for about as many steps
 
 
 def compute_learning_rate(lr: LrConfig, step: int, steps: int) -> float:
@@ -24,7 +26,62 @@ def compute_learning_rate(lr: LrConfig, step: int, steps: int) -> float:
     """
     if step <= lr.warmup_steps:
         return lr.peak * step / lr.warmup_steps
-    return SCHEDULES[lr.schedule](lr, step, lr.decay_steps or steps)
+    schedule = SCHEDULES[lr.schedule]
+    if lr.schedule in SCHEDULES.builtin_names:
+        return schedule(lr, step, lr.decay_steps or steps)
+    return _call_schedule(lr, schedule, step, lr.decay_steps or steps)
+
+
+def check_schedule(lr: LrConfig, steps: int) -> None:
+    """Call a schedule of a package for the steps of a run, or for many of them if there are more.
+
+    Raises ConfigError if the schedule raises an exception, if a rate is negative, infinite or NaN, or if a rate depends
+    on earlier calls.
+    """
+    if lr.schedule in SCHEDULES.builtin_names:
+        return
+    first = lr.warmup_steps + 1
+    stride = max(1, (steps - first) // _CHECKED_STEPS)
+    checked_steps = list(range(first, steps + 1, stride))
+    if checked_steps and checked_steps[-1] != steps:
+        checked_steps.append(steps)
+    rates = [compute_learning_rate(lr, step, steps) for step in checked_steps]
+    for step, rate in zip(checked_steps, rates, strict=True):
+        repeated = compute_learning_rate(lr, step, steps)
+        if repeated != rate:
+            raise ConfigError(
+                f"lr.schedule={lr.schedule} returned {rate} and then {repeated} for step {step}; compute the rate from "
+                "the step alone, because a resumed run calls the schedule from its own first step on"
+            )
+    if len(rates) > 1 and not any(rates):
+        raise ConfigError(
+            f"lr.schedule={lr.schedule} returned 0 for all of the steps {first} to {steps}, so that nothing would be "
+            "trained; return the rate itself, such as lr.peak times a factor"
+        )
+
+
+def _call_schedule(lr: LrConfig, schedule: LrSchedule, step: int, end: int) -> float:
+    """Return the rate of a package's schedule. Raises ConfigError unless it is finite and at least 0."""
+    name = f"lr.schedule={lr.schedule}"
+    try:
+        result = schedule(lr, step, end)
+    except Exception as error:
+        raise ConfigError(
+            f"{name} raised {type(error).__name__} for step {step} of {end}: {error}; correct the schedule, which "
+            "receives the section lr, the step and the last step of the decay"
+        ) from error
+    try:
+        if isinstance(result, str | bytes):
+            raise TypeError
+        rate = float(result)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(f"{name} returned {result!r} for step {step} of {end}; return the rate as a number") from None
+    if not math.isfinite(rate) or rate < 0:
+        raise ConfigError(
+            f"{name} returned {rate} for step {step} of {end}; rates must be finite and at least 0, such as "
+            "max(lr.min, rate)"
+        )
+    return rate
 
 
 def constant(lr: LrConfig, step: int, end: int) -> float:

@@ -19,7 +19,9 @@ from megascale.config import OptimizerConfig
 from megascale.config.axes import AXES
 from megascale.config.parts import OPTIMIZERS, OptimizerFacts
 from megascale.core.tensors import list_matrix_names
+from megascale.errors import ConfigError
 from megascale.optim.base import Shards, ShardState, UpdateStep, make_state_parts
+from megascale.optim.first_updates import FirstUpdates
 from megascale.optim.offload import HostMemory, OffloadedAdamW
 from megascale.optim.rules import RULES
 from megascale.optim.update_hold import UpdateHold
@@ -90,7 +92,15 @@ class ShardedOptimizer:
         # each copy sums its own norms. The rule's position leaves the axes out, so that every copy counts its
         # parameters.
         stage_position = {name: coordinate for name, coordinate in position.items() if name not in AXES.copies}
-        self.rule = rule(config, Shards(self.states, update_order, tensor_names, stage_position, stage))
+        shards = Shards(self.states, update_order, tensor_names, stage_position, stage)
+        self.rule = rule(config, shards)
+        if getattr(self.rule, "shards", None) is not shards:
+            raise ConfigError(
+                f"optimizer.name={config.name}: the rule's constructor does not call super().__init__(config, shards)"
+            )
+        self._first_updates: FirstUpdates | None = None
+        if config.name not in RULES.builtin_names:
+            self._first_updates = FirstUpdates(config.name, self.rule, self.states)
 
     @torch.no_grad()
     def step(
@@ -136,7 +146,12 @@ class ShardedOptimizer:
         update = UpdateStep(learning_rate, step, grad_scale, skip)
         if self.before_update is not None:
             self.before_update(update)
-        self.rule.update(update, on_shard_updated)
+        if self._first_updates is None:
+            self.rule.update(update, on_shard_updated)
+        else:
+            self._first_updates.update(update, on_shard_updated)
+            if self._first_updates.is_complete:
+                self._first_updates = None
         return norm, summed_scalars
 
     def _reduce_norm(

@@ -269,6 +269,14 @@ class DataParallel:
                 else:
                     self._reduce_filled(self.gradient_slots, state, index)
 
+    def list_unused_parameters(self, chunk: int) -> list[torch.nn.Parameter]:
+        """Return a chunk's parameters to which no backward has added a gradient; none before the first backward."""
+        state = self._states[chunk]
+        if not state.recorded_counts:
+            return []
+        counts = [sum(kinds) for kinds in zip(*state.recorded_counts.values(), strict=True)]
+        return [param for param, count in zip(state.buffer.parameters, counts, strict=True) if not count]
+
     def end_backward(self, chunk: int, kind: ActionKind = ActionKind.BACKWARD) -> None:
         """Record the contributions in the backward, and reduce the armed buckets that are not in flight."""
         state = self._states[chunk]

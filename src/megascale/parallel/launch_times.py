@@ -13,12 +13,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megascale.core.graph_choice import GraphDecision, LaunchTimes, decide_graphs
 from megascale.ops.dispatch import Kernels
 from megascale.parallel.chunk_graphs import EAGER_STEPS
-from megascale.parallel.collectives import Axis, all_gather
+from megascale.parallel.collectives import Axis, all_gather, all_reduce
 from megascale.parallel.pipeline import EagerRunner, Forward
 from megascale.parallel.weight_gradients import WeightGradientQueue
 
@@ -83,10 +84,11 @@ class GraphChoice:
         world_axis: all ranks of the job, each of which must have a choice.
         kernels: records the choice for the start-up lines.
         find_missing_gib: returns the GiB that this rank lacks for graphs after the measured step, 0 if it has enough.
+        capture_axis: ranks that agree on each capture. If one of them cannot capture, none of them does.
         obstacle: why this rank cannot capture, independent of the times; "" if it can.
 
     Attributes:
-        uses_graphs: whether captures may be made and replayed.
+        uses_graphs: whether this rank may make captures and replay them.
         decision: the ranks' decision; None before the third step.
     """
 
@@ -98,6 +100,7 @@ class GraphChoice:
         device: torch.device,
         kernels: Kernels,
         find_missing_gib: Callable[[], float],
+        capture_axis: Axis,
         obstacle: str = "",
     ) -> None:
         self.uses_graphs = False
@@ -108,6 +111,7 @@ class GraphChoice:
         self._device = device
         self._kernels = kernels
         self._find_missing_gib = find_missing_gib
+        self._capture_axis = capture_axis
         self._obstacle = obstacle
         self._has_fitted = False  # whether an earlier attempt had memory for graphs
         self._step_count = 0
@@ -157,14 +161,26 @@ class GraphChoice:
         missing_gib = 0.0
         if not self._obstacle and not self._has_fitted:
             missing_gib = self._find_missing_gib()
-        numbers = [local_times.host_ms, local_times.device_ms, missing_gib]
+        numbers = [local_times.host_ms, local_times.device_ms, missing_gib, float(not self._obstacle)]
         row = torch.tensor([numbers], dtype=torch.float64, device=self._device)
         rows = all_gather(row, self._world_axis).wait().tolist()
-        times_by_rank = [LaunchTimes(host_ms, device_ms) for host_ms, device_ms, _ in rows]
-        decision = decide_graphs(times_by_rank, [missing for _, _, missing in rows])
+        times_by_rank = [LaunchTimes(host_ms, device_ms) for host_ms, device_ms, _, _ in rows]
+        missing_gib_by_rank = [missing for _, _, missing, _ in rows]
+        can_capture = any(can_rank_capture for _, _, _, can_rank_capture in rows)
+        decision = decide_graphs(times_by_rank, missing_gib_by_rank, can_capture)
         self.decision = decision
-        self.uses_graphs = decision.uses_graphs
-        self._kernels.record_choice(CHOICE_NAME, decision.describe("from the third step on", self._obstacle))
+        obstacle = self._obstacle
+        if decision.uses_graphs and self._has_obstacle_in_group() and not obstacle:
+            obstacle = f"another rank of the axis {self._capture_axis.name} cannot capture"
+        self.uses_graphs = decision.uses_graphs and not obstacle
+        self._kernels.record_choice(CHOICE_NAME, decision.describe("from the third step on", obstacle))
+
+    def _has_obstacle_in_group(self) -> bool:
+        """Return whether any rank that agrees on captures has an obstacle. Collective over these ranks."""
+        if self._capture_axis.size == 1:
+            return bool(self._obstacle)
+        has_obstacle = torch.tensor([float(bool(self._obstacle))], device=self._device)
+        return bool(all_reduce(has_obstacle, self._capture_axis, dist.ReduceOp.MAX).wait().item())
 
     def _sum_samples(self) -> LaunchTimes:
         """Return the times of a micro-batch: the sum over chunks and directions of the shortest samples."""

@@ -153,7 +153,7 @@ class ClickHouseSink:
             text = response.read().decode(errors="replace").strip()
         except (http.client.HTTPException, OSError) as error:
             self._server.close()
-            raise OSError(errno.EIO, f"{server}: {error or repr(error)}") from None
+            raise OSError(errno.EIO, f"{server}: {str(error) or repr(error)}") from None
         if response.status != 200:
             self._server.close()  # the server may have left a part of the body unread
             raise OSError(errno.EIO, f"{server} refuses: {text[:300]}")

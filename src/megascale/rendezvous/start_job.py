@@ -6,6 +6,7 @@ import atexit
 import json
 import os
 import platform
+import socket
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -118,6 +119,7 @@ def initialise(
     options = choose_group_options(config)
     store = call_interruptibly(meet_ranks)
     try:
+        _check_interfaces()
         preparation = _agree_on_preparation(store, preparation, config, world)
         grid = Grid.from_config(config.parallel, world)
         earlier_sockets = list_sockets()
@@ -388,3 +390,15 @@ def collect_shared_settings(config: Config) -> dict[str, str]:
     if "MEGASCALE_NODE" in os.environ:  # The trainers' agent sets train.runs to a folder of its own machine.
         del shared_settings["train.runs"]
     return shared_settings
+
+
+def _check_interfaces() -> None:
+    """Raise ConfigError if GLOO_SOCKET_IFNAME names a network interface that this host lacks."""
+    value = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    interfaces = [name for _, name in socket.if_nameindex()]
+    for name in value.split(",") if value else []:
+        if name not in interfaces:
+            raise ConfigError(
+                f"GLOO_SOCKET_IFNAME={value} names the network interface {name!r}, which this host lacks; it has "
+                f"{', '.join(interfaces)}. Set one of them on this host, or unset the variable"
+            )

@@ -154,8 +154,9 @@ def open_tcp_store(request: StoreRequest) -> Store:
         if request.world == 1:
             return HashStore()  # within this process, since no other rank needs the store
         raise ConfigError(
-            "MASTER_ADDR and MASTER_PORT are not set: start the ranks with `megascale train` or torchrun, or set "
-            "--rendezvous.url=redis://HOST:PORT"
+            f"WORLD_SIZE={request.world} is set, but MASTER_ADDR and MASTER_PORT are not: start the ranks with "
+            "`megascale train` or torchrun, or set --rendezvous.url=redis://HOST:PORT. If an earlier job has left "
+            "WORLD_SIZE and RANK in the shell, unset them"
         )
     if not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"MASTER_PORT={port!r} is not a port; use a free port from 1024 to 65535")

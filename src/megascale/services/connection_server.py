@@ -139,7 +139,7 @@ class ConnectionServer:
             try:
                 conversation = self._authenticate(sock)
             except (OSError, EOFError) as error:
-                log.info("a client was refused: %s", error or type(error).__name__)
+                log.info("a client was refused: %s", str(error) or type(error).__name__)
                 return
             finally:
                 with self._lock:

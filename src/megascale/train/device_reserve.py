@@ -132,12 +132,11 @@ def reserve_memory(config: Config, world: int, device: torch.device) -> DeviceRe
         sizes = estimate_reserve(resolved, world, free_bytes)
         if not any(sizes):
             return None
-        reserve = DeviceReserve(sizes, device)
+        return DeviceReserve(sizes, device)
     except Exception as error:  # the first attempt requests the memory itself
-        log.warning("memory of the GPU was not reserved: %s", error or repr(error))
-        torch.cuda.empty_cache()
-        return None
-    return reserve
+        log.warning("memory of the GPU was not reserved: %s", str(error) or repr(error))
+    torch.cuda.empty_cache()  # after the handler: the trace of the error holds the first block
+    return None
 
 
 def cache_activations(config: Config, world: int, device: torch.device) -> bool:

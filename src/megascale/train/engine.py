@@ -64,6 +64,7 @@ from megascale.train.determinism_choice import Determinism, decide_determinism
 from megascale.train.expert_balance import ExpertBalance
 from megascale.train.graph_conditions import GraphConditions
 from megascale.train.loss_weights import LossWeights
+from megascale.train.module_checks import check_tensors
 from megascale.train.step_result import HOLD_INDEX, StepResult, StepScalars
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -131,6 +132,7 @@ class Engine:
         active: overlaps and kernels chosen at the start, by name, for the start-up lines.
         graphs: CUDA graphs of the chunks; None: this rank has none.
         graph_choice: decides with all ranks whether graphs are used (kernels.graphs=auto); None: no times decide it.
+        graph_exclusion: why `exclude_graphs` has excluded graphs, "" if it has not.
         backward_in_own_thread: run backward in autograd's own thread. By default backward runs in the caller's thread.
             Autograd's thread would wait for the interpreter's lock before each backward function in Python, and would
             see only the default kernels (ops/dispatch.py).
@@ -204,6 +206,7 @@ class Engine:
         if launch_clock is None and device.type == "cuda":
             launch_clock = CudaLaunchClock()
         self.graph_choice: GraphChoice | None = None
+        self.graph_exclusion = ""
         self.graphs: ChunkGraphs | None = None
         self.graphs = self._make_graphs(launch_clock)
         self._choose_embedding_reduction()
@@ -380,6 +383,7 @@ class Engine:
         can_gather_float8 = LINEAR_PRECISIONS[config.train.linear_precision].gathered_weight_bytes is not None
         for chunk_index, layers in enumerate(self.layout.stage_layers(stage)):
             chunk = self._make_chunk(stage, chunk_index, layers, axes)
+            check_tensors(chunk, layers, config.model, trains_all=self.adapters is None)
             if self.adapters is not None:
                 self._allocate_frozen(chunk)
             buffer = ParamAndGradBuffer(
@@ -614,6 +618,9 @@ class Engine:
             graphs = self._make_chunk_graphs()
         if measures:
             assert launch_clock is not None
+            capture_axis = self.tensor_axis  # as in ChunkGraphs
+            if self.buffers[0].zero >= 2:
+                capture_axis = self.buffers[0].axes.stage
             self.graph_choice = GraphChoice(
                 launch_clock,
                 can_replay=self._can_measure if graphs is None else graphs.can_replay,
@@ -621,6 +628,7 @@ class Engine:
                 device=self.device,
                 kernels=self.runtime.kernels,
                 find_missing_gib=conditions.find_missing_gib,
+                capture_axis=capture_axis,
                 obstacle=obstacle,
             )
         elif is_cuda and graphs is None:
@@ -634,7 +642,8 @@ class Engine:
         return reads_complete_state(find_boundaries(self.pipeline.actions)[chunk], i)
 
     def exclude_graphs(self, reason: str) -> None:
-        """Launch each operator in all steps. Call it before the first step, on all ranks."""
+        """Launch each operator in all steps, also of later attempts. Call it before the first step, on all ranks."""
+        self.graph_exclusion = reason
         self.graphs = None
         self.graph_choice = None
         self.runtime.kernels.record_choice(CHOICE_NAME, f"off ({reason})")
@@ -860,15 +869,19 @@ class Engine:
 
     @property
     def _has_row_limit(self) -> bool:
-        """True if captured micro-batches have a limited number of rows for experts, so that a step may be repeated."""
-        has_graphs = self.graphs is not None and not self._has_declined_graphs
+        """True if captured micro-batches of any rank limit the rows for experts, so that a step may be repeated.
+
+        All ranks return the same, also those whose own stage cannot be captured: they take part in the agreement.
+        """
+        may_capture = self.graphs is not None or self.graph_choice is not None
+        has_graphs = may_capture and not self._has_declined_graphs
         return self.experts is not None and has_graphs and self.tensor_axis.size > 1
 
     @property
     def _has_declined_graphs(self) -> bool:
         """True if the ranks have decided to launch each operator."""
         choice = self.graph_choice
-        return choice is not None and choice.decision is not None and not choice.uses_graphs
+        return choice is not None and choice.decision is not None and not choice.decision.uses_graphs
 
     def _must_repeat_micro_batches(self) -> bool:
         """Return whether a captured micro-batch on any rank had too few rows for its experts' tokens.

@@ -52,16 +52,18 @@ from megascale.train.engine import Engine
 from megascale.train.evaluation import Evaluation, evaluate_file
 from megascale.train.host_pauses import GarbageCollector, HostPauses
 from megascale.train.injected_faults import FaultInjector
+from megascale.train.module_checks import check_gradients
 from megascale.train.parking import LeaveAttempt, Parking, RetainedState
+from megascale.train.part_checks import check_parts
 from megascale.train.predecessors import await_predecessors
 from megascale.train.rank_info import RankInfo, count_device_allocations, find_device_kind, memory_gib
 from megascale.train.rank_timers import RankTimers, StepClock
 from megascale.train.replay_check import ReplayCheck, ReplayEvidence
-from megascale.train.replay_conditions import exclude_costly_graphs, find_reason_against_replays
+from megascale.train.replay_conditions import exclude_costly_graphs, find_reason_against_replays, share_exclusion
 from megascale.train.reporter import Reporter
 from megascale.train.resume import ResumeGuard
 from megascale.train.run_folder import RunFolder
-from megascale.train.snapshot_reserve import compute_snapshot_reserve
+from megascale.train.snapshot_reserve import compute_snapshot_reserve, order_slots
 from megascale.train.step_result import StepResult
 from megascale.train.telemetry import Telemetry, start_rank_log
 from megascale.train.weights import WeightWatch
@@ -310,6 +312,11 @@ class Trainer:
     def _build(self, resources: contextlib.ExitStack) -> None:
         """Make the feed, the engine and the checkpointer, and the checks that are configured."""
         config, info = self.config, self.rank_info
+        early_slots: checkpoint.EarlySlots | None = None
+        if self.parking is None or self.parking.retained is None:
+            early_slots = order_slots(config, info)
+        if early_slots is not None:
+            resources.callback(early_slots.close)
         if self.groups is not None:
             store = self.groups.store
         else:
@@ -323,9 +330,12 @@ class Trainer:
         if config.data.valid is not None:
             check_fields(find_sample_fields(config.data.valid), config.model, "data.valid", config.data.valid)
         self._stopwatch.end_phase("feed")
+        check_parts(config, info.device)
         self._make_engine(earlier_choices)
         self._stopwatch.end_phase("engine")
         shards = [checkpoint.TensorShard(*fields) for fields in self.engine.logical_tensors()]
+        if early_slots is not None:
+            self._reused_slots = early_slots.take()
         self.checkpointer = checkpoint.Checkpointer(
             config.checkpoint,
             self.folder.path,
@@ -359,6 +369,7 @@ class Trainer:
         if interval == "auto":
             reason = find_reason_against_replays(self.engine, device_kind, peers)
             if reason is not None:
+                share_exclusion(self.engine, peers)
                 if reason:
                     self.engine.active["replay"] = f"off (resilience.replay_interval=auto: {reason})"
                 return
@@ -583,13 +594,13 @@ class Trainer:
                 source=self.checkpointer.loaded_from,
                 is_standing=self.checkpointer.is_standing,
             )
+            if self._awaits_evaluation and self.step < last_step:
+                self._evaluate()
             self._first_step = self.step + 1
             self._first_step_start = time.monotonic()
             self._first_step_allocations = count_device_allocations(self.rank_info.device)
             if self.engine.graphs is not None:
                 self._capture_end_step = self.step + _CAPTURE_STEPS
-            if self._awaits_evaluation and self.step < last_step:
-                self._evaluate()
             while self.step < last_step and not self._is_stopping:
                 self._train_step(self._choose_stop_request(interrupts))
                 self.callbacks.end_step(self.step)
@@ -953,6 +964,8 @@ class Trainer:
         self.clock.stop()
         if step == self._first_step + 1:
             log.info("second step queued in %.2f s", time.monotonic() - queue_start)
+        if step == self._first_step:
+            check_gradients(self.engine.chunks, self.engine.data_parallel)
         self.pauses.record(recorder)
         recorder.end_step()
         self.telemetry.end_step()

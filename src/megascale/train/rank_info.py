@@ -52,6 +52,11 @@ def find_rank_info(config: Config) -> RankInfo:
         # A rank outside of a larger world raises an alarm when it meets the others (rendezvous/agree.py). An error here
         # would let them wait for the rank that is missing.
         _check_ranks(rank, world, "RANK", "WORLD_SIZE")
+        if local_rank != 0 and "LOCAL_WORLD_SIZE" not in os.environ:
+            raise ConfigError(
+                f"LOCAL_RANK={local_rank} is set in the environment of a single process, whose local rank is 0; unset "
+                "it (an earlier job may have left it in the shell), or start with torchrun or `megascale train`"
+            )
     if "LOCAL_WORLD_SIZE" in os.environ and rank < world:  # some launchers set the local rank alone
         _check_ranks(local_rank, local_world, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     has_cuda = torch.cuda.is_available()

@@ -43,7 +43,7 @@ def rehearse(config: Config, device: torch.device, choices: Choices | None = Non
                 return False
         _run_step(layout, device, choices)
     except Exception as error:
-        log.warning("the rehearsal of a step failed: %s", error or repr(error))
+        log.warning("the rehearsal of a step failed: %s", str(error) or repr(error))
         return False
     finally:
         gc.collect()

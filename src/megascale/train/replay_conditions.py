@@ -51,6 +51,16 @@ def exclude_costly_graphs(engine: Engine) -> None:
         engine.exclude_graphs(f"{cost}; --resilience.replay_interval=0 permits graphs")
 
 
+def share_exclusion(engine: Engine, peers: Peers) -> None:
+    """Exclude graphs on all ranks if a rank's engine excludes them since an earlier attempt. Collective.
+
+    Otherwise the new ranks of an attempt without replays would await the decision of ranks that take no part in it.
+    """
+    reason = peers.find_first_problem(engine.graph_exclusion or None)
+    if reason is not None:
+        engine.exclude_graphs(reason)
+
+
 def _has_unlikely_graphs(engine: Engine) -> bool:
     """Return whether a measurement decides about graphs that are expected to gain nothing. Equal on all ranks."""
     return engine.graph_choice is not None and bool(explain_no_graphs(engine.config, engine.layout.grid))

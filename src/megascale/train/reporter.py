@@ -48,7 +48,7 @@ class Reporter:
     def write_metrics(self, record: dict[str, Any]) -> None:
         """Write the metrics of a step or an evaluation."""
         for sink in self._sinks:
-            sink.write(record)
+            sink.write(dict(record))  # a sink may change its record, and the next sink must not see that
 
     def write_samples(self, step: int, first: int, count: int, ids: str, read: dict[str, Any]) -> None:
         """Write a step's record into the ledger of samples.

@@ -1,14 +1,46 @@
-"""Size of the host memory for snapshots in a run that may train without some of its replicas."""
+"""Size of the host memory for snapshots before a rank knows its shards, and with fewer replicas than configured."""
 
 from __future__ import annotations
 
 import os
 
+from megascale.checkpoint import EarlySlots
+from megascale.checkpoint.background.staging import count_slots
 from megascale.config import Config
 from megascale.core.preflight import MIB, checkpoint_bytes
 from megascale.core.process_orders import MISSING_VARIABLE
+from megascale.train.rank_info import RankInfo
 
+# Smaller memory is ready before the first step in any case.
+_LEAST_EARLY_BYTES = 256 << 20
 _MARGIN = 1.05  # files of ranks differ in size by chunks that are not divided
+
+
+def order_slots(config: Config, info: RankInfo) -> EarlySlots | None:
+    """Order memory for a rank's snapshots before its engine exists, if its size is known well and is large.
+
+    The ranks of a pipeline have stages of different sizes, so that memory by the mean size would not suffice for some.
+
+    Args:
+        config: the resolved configuration of the attempt.
+    """
+    if not config.checkpoint.background or config.parallel.pipeline > 1:
+        return None
+    necessary, sufficient = estimate_slot_sizes(config, info.world)
+    if necessary < _LEAST_EARLY_BYTES:
+        return None
+    rank_count = info.local_world - 1  # ranks besides this one whose snapshots are on this host
+    if config.checkpoint.replicas:
+        rank_count += info.local_world
+    return EarlySlots(
+        config.checkpoint,
+        config.run_folder,
+        rank=info.rank,
+        size=int(necessary / _MARGIN),  # memory of an ended process suffices, which has exactly the size of its file
+        reserved=sufficient,
+        spare=rank_count * count_slots(config.checkpoint) * sufficient,
+        device=info.device,
+    )
 
 
 def estimate_slot_sizes(config: Config, world: int) -> tuple[int, int]:

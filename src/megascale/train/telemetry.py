@@ -60,6 +60,7 @@ def start_rank_log(rank_info: RankInfo, attempt: int) -> None:
     prefix = f"%(asctime)s.%(msecs)03dZ attempt {attempt} rank {rank_info.rank} "
     handler.setFormatter(_UtcFormatter(prefix + "%(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S"))
     log.setLevel(logging.INFO)
+    logging.getLogger("megascale.checkpoint").setLevel(logging.INFO)  # seconds until memory for snapshots is ready
     log.info("process %d on %s, one of %d ranks, begins", os.getpid(), socket.gethostname(), rank_info.world)
 
 

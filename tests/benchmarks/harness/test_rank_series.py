@@ -10,7 +10,9 @@ import pytest
 
 from benchmarks.harness.rank_series import SERIES_VARIABLE, RankSeries, SeriesServer
 from megascale.bench.measured_steps import measure_steps
+from megascale.bench.step_monitor import StepMonitor
 from megascale.bench.train import load_shape_config
+from megascale.errors import TrainingError
 from megascale.train import engine as engine_module
 from megascale.train.rank_info import find_rank_info
 
@@ -83,6 +85,26 @@ def test_groups_are_aborted_before_they_are_left(series):
     calls.clear()
     ranks.run(1, 60, lambda item: item.on_end(abort=lambda: calls.append("abort"), leave=calls.append))
     assert calls == [False]
+
+
+def test_figures_that_cannot_be_computed_leave_the_groups_aborted(series, capsys):
+    _, ranks = series
+    calls = []
+
+    def measure(item):
+        monitor = StepMonitor("shape", warmup=0, steps=1, prints=False)
+        monitor.make_result = lambda: {"step_seconds": 1 / 0}
+        item.watch_steps(monitor)
+        item.on_end(abort=lambda: calls.append("abort"), leave=lambda failed: calls.append(f"leave {failed}"))
+        item._watch_store.set("limit", "1")  # as the watch of any rank does
+        raise TrainingError("the time limit is over")
+
+    outcome = ranks.run(0, 60, measure)
+    assert outcome.error == "rank 0: TrainingError: the time limit is over"
+    assert outcome.partial is None
+    assert set(calls[:-1]) == {"abort"}
+    assert calls[-1] == "leave True"
+    assert "ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_an_error_while_leaving_ends_the_series(series):

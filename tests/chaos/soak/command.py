@@ -66,13 +66,15 @@ def soak(
         None, min=2.0, help="In place of the parts: random faults of one job for so long, added to those of --out."
     ),
     every: float = typer.Option(120.0, min=1.0, help="With --minutes: seconds between faults, on average."),
+    resume: Path | None = typer.Option(None, help="With --minutes: add to this report, by its --seed and --every."),
 ) -> None:
     """Run random faults and changes against real runs, and print which held.
 
     Exit 1 if one did not. All parts together take hours on two cores; start with one.
 
     With --minutes one launched job is struck by random faults instead: ranks and nodes are killed and hang. The command
-    prints what they cost and what the job has left behind. Called again, it goes on with its report.
+    prints what they cost and what the job has left behind. Called again, it goes on with its report. --resume names a
+    report that must exist.
 
     Example: python -m tests.chaos soak --parts resumes --count 10
 
@@ -86,10 +88,15 @@ def soak(
     if minutes is not None:
         from tests.chaos.soak import endurance
 
+        if resume is not None:
+            seed, every = endurance.read_settings(resume)
+            out = resume
         problems = endurance.show(endurance.endure(minutes, every, seed, out))
         if problems:
             raise TrainingError(f"{len(problems)} problems: {'; '.join(problems[:5])}")
         return
+    if resume is not None:
+        raise ConfigError(f"--resume={resume} needs --minutes; parts go on with --first")
     chosen = [part.strip() for part in parts.split(",") if part.strip()]
     unknown = [part for part in chosen if part not in PARTS]
     if unknown or not chosen:

@@ -2,7 +2,7 @@
 
 Each call trains for some minutes, adds its faults to the report, ends its job and looks for what it has left behind:
 processes, sockets, folders and shared memory. The faults of a soak depend on its seed and their numbers alone, so that
-several calls make the same soak as one.
+several calls make the same soak as one. The report is written after each fault, and a call that is killed keeps them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import random
 import signal
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +24,8 @@ import psutil
 from benchmarks.harness.launched import Launched, make
 from benchmarks.harness.temporary import temporary_folder
 from megascale.core import strict_json
+from megascale.core.atomic_files import write_atomically
+from megascale.core.capacity import usable_cores
 from megascale.core.recovery_record import PHASES, RecoveryRecord
 from megascale.data.loader.ring import find_dead_segments
 from megascale.errors import ConfigError, MegascaleError
@@ -52,23 +54,28 @@ def endure(minutes: float, every: float, seed: int, out: Path) -> dict[str, Any]
     Args:
         every: seconds between faults, on average.
     """
-    report: dict[str, Any] = {"seed": seed, "every": every, "calls": [], "faults": []}
-    if out.exists():
-        report = json.loads(out.read_text())
-        if (report["seed"], report["every"]) != (seed, every):
-            raise ConfigError(
-                f"--out={out} holds a soak of --seed={report['seed']} --every={report['every']:g}; name another file"
-            )
+    report = load_report(every, seed, out)
+    call: dict[str, Any] = {"began": time.time(), "load": [os.getloadavg()[0]], "cores": usable_cores()}
+    call |= {"seconds": 0.0, "faults": 0, "problem": "the call was ended from outside", "remains": []}
+    earlier_faults = len(report["faults"])
+    report["calls"].append(call)
+
+    def save_report() -> None:
+        call["seconds"] = time.time() - call["began"]
+        call["faults"] = len(report["faults"]) - earlier_faults
+        report["summary"] = summarise(report)
+        write_atomically(out, strict_json.dumps(report, indent=1) + "\n")
+
+    save_report()
     with temporary_folder(prefix="megascale-soak-") as name:
         folder = Path(name)
-        began = time.time()
         temporary = folder / "t"  # short, since sockets are in it
         temporary.mkdir()
         segments = list_segments()
         with mock.patch.dict(os.environ, TMPDIR=str(temporary)):
             job = Launched(make(folder), "soak", SETTINGS, pace=PACE)
             try:
-                problem = _strike(job, began + 60 * minutes - ENDING, report)
+                problem = _strike(job, call["began"] + 60 * minutes - ENDING, report, save_report)
             finally:
                 job.process.send_signal(signal.SIGINT)
                 code = job.end(ENDING)
@@ -76,28 +83,96 @@ def endure(minutes: float, every: float, seed: int, out: Path) -> dict[str, Any]
         job.end_agents()
     if code != 130:
         problem = problem or f"the job ended with exit code {code} instead of 130"
-    report["calls"].append({"began": began, "seconds": time.time() - began, "problem": problem, "remains": remains})
-    out.write_text(strict_json.dumps(report, indent=1) + "\n")
+    call |= {"problem": problem, "remains": remains}
+    call["load"].append(os.getloadavg()[0])
+    save_report()
     return report
 
 
-def _strike(job: Launched, deadline: float, report: dict[str, Any]) -> str:
-    """Inject faults until the deadline; return what went wrong, "" if each was recovered from."""
+def read_settings(out: Path) -> tuple[int, float]:
+    """Return seed and interval of a report. Raises ConfigError if the file does not exist or is no report."""
+    try:
+        report = json.loads(out.read_text())
+        return report["seed"], report["every"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--resume={out} is not the report of a soak ({error!r}); begin one with --out") from None
+
+
+def load_report(every: float, seed: int, out: Path) -> dict[str, Any]:
+    """Return the report of earlier calls, or a new one. Raises ConfigError if it has another seed or interval."""
+    if not out.exists():
+        return {"seed": seed, "every": every, "calls": [], "faults": []}
+    report: dict[str, Any] = json.loads(out.read_text())
+    if (report["seed"], report["every"]) != (seed, every):
+        raise ConfigError(
+            f"--out={out} holds a soak of --seed={report['seed']} --every={report['every']:g}; name another file"
+        )
+    return report
+
+
+def summarise(report: dict[str, Any]) -> dict[str, Any]:
+    """Return counts, hours and mean seconds per kind over all calls of a report."""
+    kinds: dict[str, dict[str, float]] = {}
+    for kind in KINDS:
+        rows = [row for row in report["faults"] if row["kind"] == kind]
+        recovered = [row for row in rows if not row["problem"]]
+        kinds[kind] = {"faults": len(rows), "recovered": len(recovered)}
+        if recovered:
+            kinds[kind] |= {
+                "mean_seconds": statistics.fmean(row["total"] for row in recovered),
+                "mean_cost": statistics.fmean(row["cost"] for row in recovered),
+                "mean_lost_steps": statistics.fmean(row["lost"] for row in recovered),
+            }
+    calls = report["calls"]
+    return {
+        "calls": len(calls),
+        "hours": sum(call["seconds"] for call in calls) / 3600,
+        "faults": len(report["faults"]),
+        "problems": sum(bool(call["problem"]) for call in calls),
+        "remains": sum(len(call["remains"]) for call in calls),
+        "kinds": kinds,
+    }
+
+
+def _strike(job: Launched, deadline: float, report: dict[str, Any], save_report: Callable[[], None]) -> str:
+    """Inject faults until the deadline; return what went wrong, "" if each was recovered from.
+
+    Args:
+        save_report: called after each fault.
+    """
     if job.first(lambda e: e.kind == "first_step", deadline - time.time()) is None:
         return "the job came to no first step"
     while True:
         number = len(report["faults"])
         dice = random.Random(f"{report['seed']}-{number}")
-        pause = max(LEAST, dice.expovariate(1 / report["every"]))
-        if time.time() + pause > deadline - LEAST:
-            time.sleep(max(0.0, deadline - time.time()))
-            return "" if not job.over() else "the job ended by itself"
+        pause, remaining = divide_pause(report, dice, deadline - LEAST - time.time())
         time.sleep(pause)
+        if remaining > 0:
+            report["waited"] = report.get("waited", 0.0) + pause
+            return "" if not job.over() else "the job ended by itself"
+        report["waited"] = 0.0
         row = _inject(job, number, dice)
         report["faults"].append(row)
+        save_report()
         print(strict_json.dumps(row), flush=True)
         if row["problem"]:
             return f"fault {number}: {row['problem']}"
+
+
+def divide_pause(report: dict[str, Any], dice: random.Random, available: float) -> tuple[float, float]:
+    """Return the part of the pause before the next fault that fits into this call, and the part for the next call.
+
+    Without the second part, calls that are shorter than a pause would wait for the same fault again and again.
+
+    Args:
+        report: its "waited" is the part that earlier calls have waited.
+        dice: of the fault.
+        available: seconds until the last time at which this call may inject a fault.
+    """
+    total = max(LEAST, dice.expovariate(1 / report["every"]))
+    pause = max(LEAST, total - report.get("waited", 0.0))
+    part = min(pause, max(0.0, available))
+    return part, pause - part
 
 
 def _inject(job: Launched, number: int, dice: random.Random) -> dict[str, Any]:

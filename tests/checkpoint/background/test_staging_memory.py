@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import mmap
 import os
 import signal
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from megascale.checkpoint import Checkpointer
 from megascale.checkpoint.background import early_slots, service, service_protocol, snapshot, staging
-from megascale.checkpoint.background.early_slots import prepare_slots
+from megascale.checkpoint.background.early_slots import EarlySlots, prepare_slots
 from megascale.checkpoint.background.service import CheckpointService
 from megascale.checkpoint.background.service_protocol import (
     FROM_SERVICE,
@@ -230,7 +231,7 @@ def test_memory_follows_its_process_and_stays_listed_under_its_old_rank() -> Non
         for number, slot in enumerate(host.slots[rank]):
             slot.mark_complete(describe_snapshot(rank, number, f"0000000{number + 1}-a"), [])
     first, second = list(host.slots[2]), list(host.slots[3])
-    host.on_allocate(trainer, Allocate(2, PAGE, 2, inodes=tuple(slot.memory.inode for slot in second)))
+    host.on_allocate(trainer, Allocate(2, PAGE, 2, memories=tuple(slot.memory.identity for slot in second)))
     assert host.slots[2] == second
     assert 3 not in host.slots
     host.on_list_snapshots(trainer, ListSnapshots())
@@ -239,7 +240,7 @@ def test_memory_follows_its_process_and_stays_listed_under_its_old_rank() -> Non
     host.on_open_snapshot(trainer, OpenSnapshot(3, "00000002-a"))
     assert replies[-1].size == PAGE
     # A process of the former rank 2 may still claim its memory, whatever its number is now.
-    host.on_allocate(trainer, Allocate(0, PAGE, 2, inodes=tuple(slot.memory.inode for slot in first)))
+    host.on_allocate(trainer, Allocate(0, PAGE, 2, memories=tuple(slot.memory.identity for slot in first)))
     assert host.slots[0] == first
     host._drop_older(1)
     assert sorted(host.slots) == [0, 2]
@@ -383,7 +384,10 @@ def is_stopped(task: Path) -> bool:
     return (task / "stat").read_text().rpartition(") ")[2].startswith("T")
 
 
-def test_memory_comes_into_place_under_the_first_steps(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("memory_wait", [False, True])
+def test_memory_comes_into_place_under_the_first_steps(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, memory_wait: bool
+) -> None:
     """Snapshots in memory are skipped till then, and saves to disk wait. The end of the run does not wait."""
     is_ready, real = threading.Event(), StagingSlot.prepare
 
@@ -394,12 +398,15 @@ def test_memory_comes_into_place_under_the_first_steps(run: Path, monkeypatch: p
 
     monkeypatch.setattr(StagingSlot, "prepare", prepare)
     monkeypatch.setattr("megascale.checkpoint.background.snapshot._WAIT_AT_START_BYTES", 0)
-    config = background(memory_interval=1)
+    config = background(memory_interval=1, memory_wait=memory_wait)
     checkpointer = Checkpointer(config, run, full_shards(logical_state(1)))
-    assert not checkpointer.save(1, {"step": 1}, persist=False)
-    timer = threading.Timer(0.1, is_ready.set)
-    timer.start()
-    assert checkpointer.save(2, {"step": 2})
+    with caplog.at_level(logging.INFO):
+        assert not checkpointer.save(1, {"step": 1}, persist=False)
+        assert "memory for snapshots is prepared" not in caplog.text
+        timer = threading.Timer(0.1, is_ready.set)
+        timer.start()
+        assert checkpointer.save(2, {"step": 2})
+    assert caplog.text.count("memory for snapshots is prepared on all ranks") == 1
     assert is_ready.is_set()
     checkpointer.before_update()
     assert checkpointer.save(3, {"step": 3}, persist=False, wait=True)
@@ -525,6 +532,55 @@ def test_a_waiting_process_prepares_memory_that_its_first_checkpointer_takes(run
     assert Checkpointer(config, run, full_shards(logical_state(2))).load() == {"step": 1}
 
 
+def test_memory_that_was_ordered_early_is_cleared_meanwhile_and_serves_the_checkpointer(run: Path) -> None:
+    config = background(memory_interval=1)
+    size = 1 << 20
+    early = EarlySlots(config, run, rank=0, size=1, reserved=size, spare=0, device=torch.device("cpu"))
+    slots = early.take()
+    assert [len(slot.map) for slot in slots] == [size] * 2
+    assert not early.take()
+    early.close()
+    checkpointer = Checkpointer(config, run, full_shards(logical_state(1)), reused_slots=slots)
+    assert checkpointer.save(1, {"step": 1}, persist=False, wait=True)
+    assert checkpointer.snapshots is not None
+    assert checkpointer.snapshots.kept_slot_count == 2
+    assert [slot.map for slot in checkpointer.snapshots._slots] == [slot.map for slot in slots]
+    assert [resident(slot.map) for slot in slots] == [size] * 2
+    checkpointer.finish(run_ended=False)
+    # A process that replaces this one receives its memory, although it is smaller than a new one's would be.
+    replacement = EarlySlots(config, run, rank=0, size=1, reserved=2 * size, spare=0, device=torch.device("cpu"))
+    second = Checkpointer(config, run, full_shards(logical_state(2)), reused_slots=replacement.take())
+    assert second.load() == {"step": 1}
+    second.prepare()
+    assert second.snapshots is not None
+    assert [len(slot.map) for slot in second.snapshots._slots] == [size] * 2
+    second.finish(run_ended=False)
+
+
+def test_no_memory_is_ordered_early_if_an_ended_process_has_less(run: Path) -> None:
+    """The host may lack memory for both. The checkpointer replaces it once the state was loaded from it."""
+    config = background(memory_interval=1)
+    checkpointer = Checkpointer(config, run, full_shards(logical_state(1)))
+    assert checkpointer.save(1, {"step": 1}, persist=False, wait=True)
+    checkpointer.finish(run_ended=False)
+    early = EarlySlots(config, run, rank=0, size=8 << 20, reserved=8 << 20, spare=0, device=torch.device("cpu"))
+    slots = early.take()
+    assert slots == []
+    second = Checkpointer(config, run, full_shards(logical_state(2)), reused_slots=slots)
+    assert second.load() == {"step": 1}
+    assert second.save(2, {"step": 2}, persist=False, wait=True)
+    second.finish(run_ended=False)
+
+
+def test_early_memory_that_no_checkpointer_takes_is_released(run: Path) -> None:
+    early = EarlySlots(background(), run, rank=0, size=1 << 20, reserved=1 << 20, spare=0, device=torch.device("cpu"))
+    early._thread.join()
+    (slot,) = early._slots
+    early.close()
+    with pytest.raises(ValueError, match="closed"):
+        len(slot.map)
+
+
 def list_memory_descriptors() -> set[str]:
     """Return the descriptors of this process that are staging memory."""
     descriptors = set()
@@ -602,7 +658,8 @@ def test_memory_that_cannot_be_prepared_is_left_to_the_first_checkpointer(
     os.ftruncate(memory, PAGE)
     connection: Any = SimpleNamespace(files=[memory], request=lambda *_: PagesReady(False))
     slots: list[StagingSlot] = []
-    early_slots._fill_slots(slots, connection, Allocate(0, PAGE, 1), torch.device("cpu"))
+    early_slots._order_slots(slots, connection, Allocate(0, PAGE, 1), torch.device("cpu"))
+    early_slots._complete_slots(slots, connection, 0)
     assert [resident(slot.map) for slot in slots] == [0]
     for slot in slots:
         slot.close()

@@ -296,6 +296,7 @@ SIMPLE = (
 )
 NO_SYSTEM = SIMPLE.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
 WITH_CALLS = SIMPLE.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}")
+WITH_REASONING = SIMPLE.replace("{{ m.content }}", "{{ m.reasoning }}{{ m.content }}")
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 NULL_CALL = {**CALL, "content": None}
 
@@ -306,6 +307,16 @@ NULL_CALL = {**CALL, "content": None}
     [
         (SIMPLE, {"messages": TURNS[1:3], "tools": TOOLS}, "leaves out the tools"),
         (SIMPLE, {"messages": [TURNS[1], CALL, *TURNS[3:]]}, r"leaves out messages\[1\]\.tool_calls"),
+        (
+            SIMPLE,
+            {"messages": [*TURNS[1:3], TURNS[1], {**TURNS[2], "reasoning_content": "because"}]},
+            r"leaves out messages\[3\]\.reasoning_content",
+        ),
+        (
+            WITH_REASONING,
+            {"messages": [TURNS[1], {**TURNS[2], "reasoning": "because", "thinking": "another text"}]},
+            r"leaves out messages\[1\]\.thinking",
+        ),
         (NO_SYSTEM, {"messages": TURNS}, r"leaves out messages\[0\] \(role 'system'\)"),
         (
             SIMPLE.replace("{% for m in messages %}", "{% for m in messages if m.content is string %}"),
@@ -333,6 +344,12 @@ def test_complete_templates_are_accepted(folder, tmp_path) -> None:
     """Reasoning that a template removes is a changed content, not a missing message."""
     record = {"messages": [{"role": "system", "content": "x"}, TURNS[1], {**CALL, "content": ""}], "tools": TOOLS}
     encode([record], folder, ChatTemplate("{{ tools }}" + WITH_CALLS, {}, "complete"), tmp_path / "a.jsonl")
+    thought = {"messages": [TURNS[1], {**TURNS[2], "thinking": "early"}, TURNS[1], {**TURNS[2], "thinking": ""}]}
+    encode([thought], folder, ChatTemplate(SIMPLE, {}, "last turn without reasoning"), tmp_path / "a.jsonl")
+    followed = {"messages": [TURNS[1], {**TURNS[2], "thinking": "before the last user's message"}, TURNS[1]]}
+    encode([followed], folder, ChatTemplate(SIMPLE, {}, "user's message at the end"), tmp_path / "a.jsonl")
+    doubled = {"messages": [TURNS[1], {**TURNS[2], "reasoning": "because", "reasoning_content": "because"}]}
+    encode([doubled], folder, ChatTemplate(WITH_REASONING, {}, "one of two keys"), tmp_path / "a.jsonl")
     short = SIMPLE.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
     record = {"messages": [TURNS[1], {"role": "assistant", "content": "<think>hm</think>yes"}]}
     [(tokens, _)] = encode([record], folder, ChatTemplate(short, {}, "short"), tmp_path / "b.jsonl")

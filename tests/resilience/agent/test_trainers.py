@@ -388,7 +388,7 @@ def test_a_rank_without_its_process_group_gets_its_signal_in_a_later_round(tmp_p
         process.wait()
 
 
-def test_a_kill_is_known_before_the_process_is_reaped(tmp_path):
+def test_a_kill_is_known_before_the_process_is_reaped(tmp_path, caplog):
     """The kernel frees tens of gigabytes for seconds before the fork server learns of the end."""
     changes = []
     local = Trainers(tmp_path / "runs" / "a", tmp_path, lambda: changes.append(1))
@@ -406,6 +406,10 @@ def test_a_kill_is_known_before_the_process_is_reaped(tmp_path):
     exits = asyncio.new_event_loop()
     with pytest.raises(TimeoutError):
         exits.run_until_complete(asyncio.wait_for(local.await_exits("kill"), 0.05))
+    # The driver would evict a node whose report waits for the kernel longer than two windows.
+    local._limits = ResilienceConfig(window=0.05)
+    exits.run_until_complete(asyncio.wait_for(local.await_exits("kill"), 30))
+    assert f"the killed processes [{children[0].pid}] within 0.05 s" in caplog.text
     # Only the replacement waits if the other ranks stay in their processes.
     exits.run_until_complete(asyncio.wait_for(local.await_exits("keep"), 30))
     assert local._dying.pids == {children[0].pid}
@@ -551,6 +555,17 @@ def test_a_replacement_learns_which_killed_processes_have_not_ended(tmp_path: Pa
     assert resume.environment[DYING_VARIABLE] == ""
     agent_end.close()
     server_end.close()
+
+
+def test_a_fork_server_that_the_kernel_cannot_end_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
+    server = mock.Mock(pid=_UNUSED_PID)
+    server.wait.side_effect = lambda seconds: (_ for _ in ()).throw(subprocess.TimeoutExpired("server", seconds))
+    local._fork_server.process = server
+    local.end_server()
+    assert server.kill.called
+    assert local._fork_server.process is None
+    assert f"process {_UNUSED_PID}) has not ended" in caplog.text
 
 
 def test_processes_of_a_new_fork_server_learn_of_those_that_died_under_the_old_one(tmp_path: Path) -> None:

@@ -48,6 +48,44 @@ def test_it_asks_for_one_allocation_with_spares_and_without_evicted_nodes():
     assert not [line for line in script(gpus=0, blocked=[]).splitlines() if "gpus" in line or "exclude" in line]
 
 
+@pytest.mark.parametrize(
+    ("sbatch", "time", "message"),
+    [
+        ("--array=0-3", "", "has --array, which the batch script sets; remove it, and use slurm.attempts"),
+        ("-a 0-3", "", "has --array"),
+        ("--nodes=1", "", "has --nodes, .* use resilience.nodes and resilience.spares"),
+        ("-N1", "", "has --nodes"),
+        ("partition=gpu", "", "begins with 'partition=gpu', which is not an option; write --partition=gpu"),
+        ("--signal=TERM@30", "", "has --signal=TERM@30, and the batch script saves on USR1"),
+        ("--signal=USR1@30", "", "write --signal=B:USR1@300"),
+        ("", "5", r"the time limit 5 \(slurm.time\) is 300 s, and the job saves 300 s before it"),
+        ("", "00:06:00", "is 360 s"),
+        ("", "5:30", "is 330 s"),
+        ("--time=2 --signal=B:USR1@100", "1-0", "the time limit 2 .* is 120 s, and the job saves 100 s before it"),
+        ("--time 0-0:1", "", "is 60 s"),
+    ],
+)
+def test_options_that_contradict_the_script_are_refused(sbatch, time, message):
+    config = Config(resilience=ResilienceConfig(cluster="slurm", sbatch=sbatch), slurm=SlurmConfig(time=time))
+    with pytest.raises(ConfigError, match=message):
+        make_batch_script(config, gpus=0, overrides=[], blocked=[], path="")
+
+
+@pytest.mark.parametrize(
+    ("sbatch", "time"),
+    [
+        ("--mail-user a@b.c", "7"),
+        ("--signal=B:SIGUSR1@60", "3"),
+        ("--signal B:USR1", "0"),
+        ("-p gpu", "1-0"),
+        ("", "6:01"),
+    ],
+)
+def test_other_options_and_longer_limits_are_accepted(sbatch, time):
+    config = Config(resilience=ResilienceConfig(cluster="slurm", sbatch=sbatch), slurm=SlurmConfig(time=time))
+    assert "#SBATCH --requeue" in make_batch_script(config, gpus=0, overrides=[], blocked=[], path="")
+
+
 def test_each_option_of_the_job_follows_its_reason():
     lines = script().splitlines()
     own_lines = lines[: lines.index("# resilience.sbatch")]
@@ -108,12 +146,12 @@ def test_sbatch_reads_the_slurm_section_as_it_was_given(settings):
 
 def test_slurm_section_is_explained_and_stands_before_free_options():
     settings = SlurmConfig(time="1-12", attempts=4, partition="gpu")
-    text = make_batch_script(Config(slurm=settings, resilience=ResilienceConfig(sbatch="--time=5")), 0, [], [], "")
+    text = make_batch_script(Config(slurm=settings, resilience=ResilienceConfig(sbatch="--time=50")), 0, [], [], "")
     lines = text.splitlines()
     assert lines[lines.index("#SBATCH --time=1-12") - 1] == "# The time limit of one job (slurm.time)"
     assert "#SBATCH --array=1-4%1" in lines
     words = sbatch_words(text)
-    assert words.index("--time=5") > words.index("--time=1-12")
+    assert words.index("--time=50") > words.index("--time=1-12")
 
 
 @pytest.mark.parametrize(

@@ -290,7 +290,7 @@ class SaveWriter:
             try:
                 folders.prune(storage, keep)
             except Exception as error:
-                log.warning("older checkpoints could not be removed: %s", error or repr(error))
+                log.warning("older checkpoints could not be removed: %s", str(error) or repr(error))
 
     def _explain_failure(self, error: Exception, storage: Storage, message: StageSnapshot) -> tuple[str, ExitRecord]:
         """Return the reason and the record of a failed commit. Log the traceback if the failure is unexpected."""
@@ -301,7 +301,7 @@ class SaveWriter:
             return str(explained), find_exit_record(explained)
         if not isinstance(error, ValueError):
             log.exception("the commit of step %d failed", message.step)
-        return f"the commit failed: {error or repr(error)}", find_exit_record(error)
+        return f"the commit failed: {str(error) or repr(error)}", find_exit_record(error)
 
     def _give_up(self, storage: Storage, message: StageSnapshot, reason: str, fault: ExitRecord = NO_RECORD) -> None:
         """Remove the files of a save that will not be committed, and publish its result."""
@@ -311,7 +311,7 @@ class SaveWriter:
         try:
             folders.withdraw_save(storage, message.step, message.generation)
         except Exception as error:
-            log.warning("the files of step %d could not be removed: %s", message.step, error or repr(error))
+            log.warning("the files of step %d could not be removed: %s", message.step, str(error) or repr(error))
         _start_thread(self._sweep, storage, message, writing_ranks)
         self._set_result(message, SaveResult(False, reason=reason[:2000], record=fault))
 

@@ -1,6 +1,8 @@
-"""Staging memory of a process that waits for its first attempt.
+"""Staging memory of a process that has no checkpointer yet.
 
-Clearing, mapping and page-locking tens of gigabytes takes seconds. In the pause of a join, all ranks would wait for it.
+Clearing, mapping and page-locking tens of gigabytes takes seconds. A process that waits for its first attempt does all
+three, since all ranks would wait for it in the pause of a join. A process that makes its engine only orders the memory,
+which the service clears meanwhile.
 """
 
 from __future__ import annotations
@@ -25,8 +27,63 @@ log = logging.getLogger(__name__)
 _PREPARE_SECONDS = 20.0
 
 
+class EarlySlots:
+    """Slots for this process's first checkpointer, which a thread orders. The service clears them in the background.
+
+    Arguments are those of `prepare_slots`.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        run: Path,
+        *,
+        rank: int,
+        size: int,
+        reserved: int,
+        spare: int,
+        device: torch.device,
+    ) -> None:
+        self._slots: list[StagingSlot] = []
+
+        def order_slots() -> None:
+            self._slots = prepare_slots(
+                config,
+                run,
+                rank=rank,
+                size=size,
+                reserved=reserved,
+                spare=spare,
+                device=device,
+                is_complete=False,
+            )
+
+        self._thread = threading.Thread(target=order_slots, name="megascale-early-slots", daemon=True)
+        self._thread.start()
+
+    def take(self) -> list[StagingSlot]:
+        """Return the slots, which belong to the caller from now on. Later calls return none."""
+        self._thread.join()
+        slots = self._slots
+        self._slots = []
+        return slots
+
+    def close(self) -> None:
+        """Release slots that were not taken."""
+        for slot in self.take():
+            slot.close()
+
+
 def prepare_slots(
-    config: CheckpointConfig, run: Path, *, rank: int, size: int, reserved: int, device: torch.device
+    config: CheckpointConfig,
+    run: Path,
+    *,
+    rank: int,
+    size: int,
+    reserved: int,
+    device: torch.device,
+    spare: int = 0,
+    is_complete: bool = True,
 ) -> list[StagingSlot]:
     """Return mapped and page-locked slots for this process's first checkpointer. Errors are only logged.
 
@@ -36,6 +93,8 @@ def prepare_slots(
         rank: number that no other process of this host has. The process may have another one in its attempt.
         size: estimate of the bytes that a slot needs. The service may return memory of an ended process that has them.
         reserved: bytes of new slots. If the snapshots need more than a slot has, the checkpointer replaces the slots.
+        spare: bytes of the host's memory that must stay free besides `reserved`. Otherwise new slots have `size` bytes.
+        is_complete: whether to wait until the slots are mapped and page-locked. Otherwise only order them.
     """
     if not config.background:
         return []
@@ -44,8 +103,17 @@ def prepare_slots(
     try:
         connection = service.connect_checkpoint_service(service_protocol.private_folder(run), config.linger, log_file)
         try:
-            request = Allocate(rank, size, count_slots(config), reserved=reserved)
-            _fill_slots(slots, connection, request, device)
+            request = Allocate(
+                rank,
+                size,
+                count_slots(config),
+                reserved=reserved,
+                spare=spare,
+                optional=not is_complete,
+            )
+            _order_slots(slots, connection, request, device)
+            if is_complete:
+                _complete_slots(slots, connection, rank)
         except BaseException:
             connection.close()
             raise
@@ -56,11 +124,13 @@ def prepare_slots(
         return []
     for slot in slots:
         slot.detach(connection)
+    if not slots:
+        connection.close()
     return slots
 
 
-def _fill_slots(slots: list[StagingSlot], connection: Conversation, request: Allocate, device: torch.device) -> None:
-    """Add the slots that the service allocates to `slots`, and wait until they can be used.
+def _order_slots(slots: list[StagingSlot], connection: Conversation, request: Allocate, device: torch.device) -> None:
+    """Add the slots that the service allocates to `slots`.
 
     The request has no index, so that the service keeps the index of an ended process with the same rank.
     """
@@ -71,13 +141,17 @@ def _fill_slots(slots: list[StagingSlot], connection: Conversation, request: All
             slots.append(StagingSlot(descriptor, index, [], device))
     finally:
         close_descriptors(connection.files)
+
+
+def _complete_slots(slots: list[StagingSlot], connection: Conversation, rank: int) -> None:
+    """Map and page-lock slots once the service has cleared them, within _PREPARE_SECONDS."""
     stop = threading.Event()
     timer = threading.Timer(_PREPARE_SECONDS, stop.set)
     timer.daemon = True
     timer.start()
     try:
         for number, slot in enumerate(slots):
-            slot.prepare(connection, AwaitPages(request.rank, number), stop)
+            slot.prepare(connection, AwaitPages(rank, number), stop)
             if not stop.is_set():
                 slot.page_lock()
     finally:

@@ -146,14 +146,18 @@ class CheckpointService:
         rank = message.rank
         index = CheckpointIndex.from_bytes(bytes(trainer.body))
         with self._lock:
-            slots = self._take_slots(rank, frozenset(message.inodes))
+            slots = self._take_slots(rank, frozenset(message.memories))
             usable_count = sum(slot.is_intact and slot.memory.size >= message.size for slot in slots)
             is_usable = usable_count == len(slots) == message.slots
-            if is_usable:
+            is_declined = message.optional and bool(slots) and not is_usable
+            if is_usable or is_declined:
                 self.slots[rank] = slots
             elif slots and not len(index):
                 self._keep_unused(slots)
                 slots = []
+        if is_declined:
+            trainer.send(Allocated(()))
+            return
         if not is_usable:
             closing = _close_slots(slots)
             try:
@@ -169,13 +173,13 @@ class CheckpointService:
         generations = tuple(slot.generation for slot in slots)
         trainer.send(Allocated(generations), files=[slot.memory.descriptor for slot in slots])
 
-    def _take_slots(self, rank: int, inodes: frozenset[int]) -> list[Slot]:
-        """Remove and return the slots of a rank: those of the memory `inodes`, or else its previous ones.
+    def _take_slots(self, rank: int, memories: frozenset[str]) -> list[Slot]:
+        """Remove and return the slots of a rank: those of `memories`, or else its previous ones.
 
         The previous slots of a rank that has other memory now stay for their snapshots, without a rank.
         """
         for owner, slots in list(self.slots.items()):
-            if slots and all(slot.memory.inode in inodes for slot in slots):
+            if slots and all(slot.memory.identity in memories for slot in slots):
                 del self.slots[owner]
                 self._keep_unused(self.slots.pop(rank, []))
                 return slots

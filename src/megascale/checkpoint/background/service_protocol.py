@@ -78,7 +78,9 @@ class Allocate(Message, frozen=True):
         reserved: number of bytes that new memory has for a snapshot if `spare` bytes of the host then stay free.
             Otherwise, and if it is 0, new memory has `size` bytes.
         spare: see `reserved`.
-        inodes: memory that this trainer has mapped. The service returns it if it suffices.
+        optional: whether to reply without memory if an ended process with this rank has memory that does not suffice.
+            The host may lack memory for both, and the rank's first `Allocate` with an index replaces it.
+        memories: identities of memory that this trainer has mapped. The service returns it if it suffices.
     """
 
     rank: Count
@@ -86,7 +88,8 @@ class Allocate(Message, frozen=True):
     slots: SlotCount
     reserved: Count = 0
     spare: Count = 0
-    inodes: Annotated[tuple[Count, ...], Meta(max_length=64)] = ()
+    optional: bool = False
+    memories: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()
 
 
 class AwaitPages(Message, frozen=True):

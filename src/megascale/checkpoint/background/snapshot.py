@@ -28,6 +28,7 @@ import msgspec
 import torch
 
 from megascale.checkpoint.background import service, service_protocol
+from megascale.checkpoint.background.huge_pages import identify_memory
 from megascale.checkpoint.background.pending_saves import BLANK
 from megascale.checkpoint.background.replica import pair_hosts
 from megascale.checkpoint.background.replica_setup import agree_on_token, resolve_address, warn_if_reachable
@@ -52,7 +53,6 @@ from megascale.checkpoint.background.staging import (
     StagingSlot,
     choose_slot,
     count_slots,
-    identify_memory,
     make_rank_index,
     wait_for,
 )
@@ -172,13 +172,15 @@ class Snapshots:
         self._replica_barrier = ReplicaBarrier()
         self._connection: Conversation | None = None  # with the service of this host
         self._has_lost_service = False  # the service of this host is lost
+        self._is_memory_prepared = False  # the pages of all slots are mapped; the same on all processes
+        self._open_time = 0.0  # `time.monotonic()` when the slots were allocated
         self._has_slot_timed_out = False  # the last wait for a free slot failed; the same on all processes
         self._complete_save_count = 0  # saves of this start that all processes completed; the same on all processes
         self._newest_complete_generation = ""  # generation of the newest of these complete saves
         self.start_sequence = self.sequence  # all saves of this start have higher numbers
         self._closing = threading.Event()
         self._slots: list[StagingSlot] = []
-        self._reused_slots = {slot.inode: slot for slot in reused_slots}
+        self._reused_slots = {slot.identity: slot for slot in reused_slots}
         self._reserve = reserve
         self.kept_slot_count = 0  # slots that had been prepared before
         self._slot_threads: list[threading.Thread] = []
@@ -253,8 +255,9 @@ class Snapshots:
                 self._outcomes.put(SaveOutcome(step, reason=problem, stall=time.monotonic() - start_time))
                 return False
         slot_index = self._choose_slot(wait, persist)
-        # With checkpoint.memory_wait, a save waits for a slot instead of being skipped.
-        if slot_index is None and self._config.memory_wait:
+        # With checkpoint.memory_wait, a save waits for a slot instead of being skipped. While memory is being prepared,
+        # the wait would cost more than the steps that a fault could lose.
+        if slot_index is None and self._config.memory_wait and self._is_memory_prepared:
             slot_index = self._await_slot()
         if slot_index is None:
             return False
@@ -327,8 +330,10 @@ class Snapshots:
         is_complete = [slot.is_complete for slot in self._slots]
         # The whole generation counts, because an attempt that ended early may have begun a save of the same number.
         is_not_base = [not slot.generation or slot.generation != self._base_generation for slot in self._slots]
-        # One collective for all three lists. A flag of the result holds if it holds on every process.
-        flags = self.peers.all_true_each(is_free + is_complete + is_not_base)
+        is_prepared = all(slot.prepared.is_set() for slot in self._slots)
+        # One collective for all flags. A flag of the result holds if it holds on every process.
+        flags = self.peers.all_true_each(is_free + is_complete + is_not_base + [is_prepared])
+        self._note_preparation(flags.pop())
         slot_count = len(self._slots)
         is_free = flags[:slot_count]
         is_complete = flags[slot_count : 2 * slot_count]
@@ -343,6 +348,13 @@ class Snapshots:
             waits_for_first=bool(self._base_generation) or self._config.memory_wait,
             keeps_newest=self._config.memory_wait and not self._has_slot_timed_out,
         )
+
+    def _note_preparation(self, is_prepared: bool) -> None:
+        """Store whether the memory of all processes is prepared, and log when it is for the first time."""
+        if is_prepared and not self._is_memory_prepared:
+            seconds = max(slot.prepared_time for slot in self._slots) - self._open_time
+            log.info("memory for snapshots is prepared on all ranks, here within %.2f s", seconds)
+        self._is_memory_prepared = is_prepared
 
     def _wait_until_free(self, slot: StagingSlot) -> None:
         """Wait until a slot is free. The loss of the service ends the wait, and slow storage does not."""
@@ -517,6 +529,8 @@ class Snapshots:
         if problem:
             return problem
         self._closing.clear()
+        self._is_memory_prepared = False
+        self._open_time = time.monotonic()
         self._slot_connections = ServiceConnections(self._connect)
         self._commit_connections = ServiceConnections(self._connect)
         self._has_lost_service = False
@@ -568,7 +582,7 @@ class Snapshots:
                 self.slot_count,
                 reserved=self._compute_reserved_size(size),
                 spare=self._compute_spare_bytes(size),
-                inodes=tuple(self._reused_slots),
+                memories=tuple(self._reused_slots),
             )
             allocated = self._service.request(request, self._index.to_bytes())
             self._service.timeout = _REPLY_TIMEOUT
@@ -695,7 +709,7 @@ class Snapshots:
             slot.prepare(connection, AwaitPages(self.peers.rank, slot_index), self._closing)
             connection.timeout = None  # The replies to a snapshot wait for storage.
         except Exception as error:
-            log.warning("staging memory for checkpoints could not be prepared: %s", error or repr(error))
+            log.warning("staging memory for checkpoints could not be prepared: %s", str(error) or repr(error))
             self._has_lost_service = True
             slot.has_failed = True
         slot.mark_prepared()

@@ -3,9 +3,10 @@
 The trainer copies the elements of each chunk into the memory. The service computes the chunks' checksums and adds the
 archive frames. The memory then has exactly the bytes of the file, so it is written and sent without conversion.
 
-The kernel clears a new page when it is first accessed, at 2 GB/s with one thread and 5 GB/s with four, and snapshots
-have tens of GB. Several threads without the interpreter lock therefore populate the pages (map and clear them) in
-advance. Python's own mmap would use one thread, and block all other threads meanwhile.
+The kernel clears a new page when it is first accessed. Small pages come at 2 GB/s with one thread and 5 GB/s with four,
+huge ones (huge_pages.py) about ten times as fast, and snapshots have tens of GB. Several threads without the
+interpreter lock therefore populate the pages (map and clear them) in advance. Python's own mmap would use one thread,
+and block all other threads meanwhile.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from megascale.checkpoint.background.huge_pages import identify_memory, open_memory
 from megascale.checkpoint.background.service_protocol import SnapshotMessage
 from megascale.checkpoint.format import archive
 from megascale.checkpoint.format.archive import crc32
@@ -234,24 +236,21 @@ class StagingMemory:
 
     def __init__(self, size: int, turn: int = 0) -> None:
         self.size = size
-        self.descriptor = os.memfd_create("megascale-checkpoint", os.MFD_CLOEXEC)
+        self.descriptor = open_memory(size)
         try:
-            os.ftruncate(self.descriptor, size)
             self.map = mmap.mmap(self.descriptor, size, mmap.MAP_SHARED)
         except OSError:
             os.close(self.descriptor)
             raise
-        # Huge pages shorten clearing, mapping, page-locking and, at the end of a process, its release. The kernel uses
-        # them if /sys/kernel/mm/transparent_hugepage/shmem_enabled is "advise".
         with contextlib.suppress(OSError):  # a kernel without huge pages refuses
             self.map.madvise(mmap.MADV_HUGEPAGE)
         self.page_filler = PageFiller(self.map, turn)
         _memories.add(self)
 
     @property
-    def inode(self) -> int:
-        """Return the number by which a trainer that has mapped the memory identifies it."""
-        return os.fstat(self.descriptor).st_ino if self.descriptor >= 0 else -1
+    def identity(self) -> str:
+        """Return the text by which a trainer that has mapped the memory identifies it; empty if it is closed."""
+        return identify_memory(self.descriptor) if self.descriptor >= 0 else ""
 
     @property
     def view(self) -> memoryview:

@@ -7,7 +7,6 @@ import ctypes
 import logging
 import math
 import mmap
-import os
 import queue
 import threading
 import time
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from megascale.checkpoint.background.huge_pages import identify_memory
 from megascale.checkpoint.background.service_protocol import AwaitPages, StageSnapshot
 from megascale.checkpoint.background.snapshot_memory import fill_pages
 from megascale.checkpoint.format.archive import element_size
@@ -185,8 +185,9 @@ class StagingSlot:
         generation: generation of a complete snapshot that the memory already contains, or an empty text.
 
     Attributes:
-        inode: identity of the shared memory.
+        identity: identity of the shared memory (`identify_memory`).
         prepared: set once `prepare` has ended.
+        prepared_time: `time.monotonic()` of that; 0 before.
         has_failed: whether `prepare` failed.
         free: set while neither the slot's thread nor the service uses the slot.
         work: queue of copies for the slot's thread. None ends the thread.
@@ -201,9 +202,10 @@ class StagingSlot:
         device: torch.device,
         generation: str = "",
     ) -> None:
-        self.inode = identify_memory(descriptor)
+        self.identity = identify_memory(descriptor)
         self.map = mmap.mmap(descriptor, 0, mmap.MAP_SHARED)  # all of the memory
         self._is_mapped = False  # whether all pages are populated in this process
+        self._parts = "not mapped in advance"  # times of `prepare`, for the log
         self._device = device
         self._is_page_locked = False
         self._has_tried_page_lock = False
@@ -216,6 +218,7 @@ class StagingSlot:
         self.generation = generation
         self.is_complete = bool(generation)
         self.prepared = threading.Event()
+        self.prepared_time = 0.0
         self.has_failed = False
         self.free = threading.Event()
         self.work: queue.SimpleQueue[SnapshotCopy | None] = queue.SimpleQueue()
@@ -251,7 +254,8 @@ class StagingSlot:
         Raises:
             OSError: memory is insufficient, or the service has not freed it within _PREPARE_TIMEOUT seconds.
         """
-        deadline = time.monotonic() + _PREPARE_TIMEOUT
+        start_time = time.monotonic()
+        deadline = start_time + _PREPARE_TIMEOUT
         while not stop.is_set() and not service.request(question).ready:
             if time.monotonic() > deadline:
                 raise TimeoutError(
@@ -259,11 +263,15 @@ class StagingSlot:
                     "snapshot of an ended process; check that checkpoint.location accepts writes"
                 )
         if not self._is_mapped:
+            ready_time = time.monotonic()
             fill_pages(self.map, stop=stop)
             self._is_mapped = not stop.is_set()
+            mapped_seconds = time.monotonic() - ready_time
+            self._parts = f"cleared {ready_time - start_time:.2f} s after its request, mapped in {mapped_seconds:.2f} s"
 
     def mark_prepared(self) -> None:
         """Record that `prepare` has ended. Unless it failed, the slot is free from now on."""
+        self.prepared_time = time.monotonic()
         if not self.has_failed:
             self.free.set()
         self.prepared.set()
@@ -275,8 +283,11 @@ class StagingSlot:
         this method at the same time, between steps.
         """
         if self._device.type == "cuda" and not self._has_tried_page_lock:
+            start_time = time.monotonic()
             self._is_page_locked = _page_lock(self.map)
             self._has_tried_page_lock = True
+            seconds = time.monotonic() - start_time
+            log.info("%.2f GB for a snapshot: %s, page-locked in %.2f s", len(self.map) / 1e9, self._parts, seconds)
         return self._is_page_locked
 
     def copy_chunks(self) -> Iterator[int]:
@@ -308,11 +319,6 @@ def count_slots(config: CheckpointConfig) -> int:
     if config.slots:
         return config.slots
     return 2 if config.memory_interval else 1
-
-
-def identify_memory(descriptor: int) -> int:
-    """Return the inode of the shared memory of a descriptor, which is unique on the host while it is open."""
-    return os.fstat(descriptor).st_ino
 
 
 def choose_slot(

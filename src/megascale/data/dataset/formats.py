@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megascale.config.registry import Registry
 from megascale.core.batch import SampleFields
+from megascale.data.dataset.format_checks import check_token_file
 from megascale.data.dataset.indexed import IndexedDataset, pair_paths
 from megascale.data.dataset.token_file import TokenFile
 
@@ -29,7 +30,11 @@ def _find_format(entry: str | Path) -> type[TokenFile]:
 
 def open_tokens(entry: str | Path) -> TokenFile:
     """Open the token file of an entry of data.train, or of data.valid. Raises DataError if the file is unusable."""
-    return _find_format(entry)(entry)
+    format_class = _find_format(entry)
+    file = format_class(entry)
+    if format_class is not IndexedDataset:
+        check_token_file(file, format_class.fields(entry))
+    return file
 
 
 def list_token_files(entry: str | Path) -> list[Path]:

@@ -97,7 +97,7 @@ class DocumentReader:
         offset = 0
         for start, length in self.plan.list_intervals(sample):
             # The token after an interval is the target of its last token; the next interval overwrites it.
-            view = self.file.stream[start : start + length + 1]
+            view = self.file.read_range(start, min(length + 1, self.file.tokens - start))
             row[offset : offset + len(view)] = view
             offset += length
         return row

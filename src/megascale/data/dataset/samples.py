@@ -315,8 +315,7 @@ class SampleSource:
                 self.meter.read_seconds += time.perf_counter() - started
                 self.meter.bytes_read += row.size * file.stream.itemsize
                 continue
-            start = window * self.sequence_length
-            view = file.stream[start : start + self.sequence_length + 1]
+            view = file.read_range(window * self.sequence_length, self.sequence_length + 1)
             row[:] = view
             self.meter.read_seconds += time.perf_counter() - started
             self.meter.bytes_read += view.nbytes

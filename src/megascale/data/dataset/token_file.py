@@ -36,6 +36,22 @@ class TokenFile(ABC):
     def stream(self) -> NDArray:
         """All tokens, integers [tokens]: a memory-mapped view whose slices cost only their own size."""
 
+    def read_range(self, start: int, count: int) -> NDArray:
+        """Return `count` tokens from token `start` on. Raises DataError if the stream ends before them."""
+        try:
+            view = self.stream[start : start + count]
+        except (StopIteration, LookupError, ValueError, EOFError) as error:
+            raise DataError(
+                f"{self.prefix}: reading tokens {start:,} to {start + count - 1:,} raised {type(error).__name__}: "
+                f"{error}; `stream` must hold the {self.tokens:,} tokens of `tokens`"
+            ) from error
+        if len(view) != count:
+            raise DataError(
+                f"{self.prefix}: the stream ends after token {start + len(view) - 1:,}, and `tokens` is "
+                f"{self.tokens:,}; the file was truncated while it was read, or its format counts wrongly"
+            )
+        return view
+
     @classmethod
     @abstractmethod
     def files(cls, entry: str | Path) -> list[Path]:

@@ -30,6 +30,7 @@ _SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 # Marks around a generation block in the rendered text. Unicode reserves both, and records with them are refused.
 _BLOCK_BEGIN, _BLOCK_END = "\U0010fffe", "\U0010ffff"
 
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # of messages, in published data sets
 _SPECIAL_NAME = re.compile(r"<\|[^|<>\s{}]{1,40}\|>")  # names such as <|im_start|>
 CHATML_BEGIN, CHATML_END = "<|im_start|>", "<|im_end|>"
 # ChatML, the template of a tokenizer that is trained on conversations.
@@ -168,15 +169,20 @@ class ChatTemplate:
         return self._renders_as(_replace_message(messages, index, None), None, text)
 
     def _check_completeness(self, messages: Sequence[Message], tools: Any, text: str) -> None:
-        """Raise TemplateError if `text`, the rendering, lacks tools, tool calls or the content of a message.
+        """Raise TemplateError if `text`, the rendering, lacks tools, tool calls, reasoning or the content of a message.
 
-        A part is missing if the text is the same without it. Templates drop silently what they do not know.
+        A part is missing if the text is the same without it. Templates drop silently what they do not know. Many drop
+        the reasoning before the user's last message on purpose, so only the last answer after it must have reasoning.
         """
         if tools and self._renders_as(messages, None, text):
             raise self._make_missing_error("the tools")
+        last_indices = {message.get("role"): index for index, message in enumerate(messages)}
+        last_answer = last_indices.get("assistant", -1)
         for index, message in enumerate(messages):
             name = f"messages[{index}]"
             content = message.get("content")
+            if index == last_answer and index > last_indices.get("user", -1):
+                self._check_reasoning(messages, index, tools, text)
             if message.get("tool_calls"):
                 changed_message = {key: value for key, value in message.items() if key != "tool_calls"}
                 if self._renders_as(_replace_message(messages, index, changed_message), tools, text):
@@ -196,6 +202,18 @@ class ChatTemplate:
                     f"the template {self.name} writes the list of parts in {name}.content as Python prints it; write "
                     "its text as one string, or name a template that renders parts with --chat-template"
                 )
+
+    def _check_reasoning(self, messages: Sequence[Message], index: int, tools: Any, text: str) -> None:
+        """Raise TemplateError if `text`, the rendering, lacks the reasoning of a message."""
+        message = messages[index]
+        for name in _REASONING_KEYS:
+            if not message.get(name):
+                continue
+            # Some data sets have the same text under two keys, of which a template reads one.
+            equal_keys = {key for key in _REASONING_KEYS if message.get(key) == message[name]}
+            changed_message = {key: value for key, value in message.items() if key not in equal_keys}
+            if self._renders_as(_replace_message(messages, index, changed_message), tools, text):
+                raise self._make_missing_error(f"messages[{index}].{name}")
 
     def _check_empty_content(self, messages: Sequence[Message], index: int, tools: Any, text: str) -> None:
         """Raise TemplateError if the null content of a message was rendered as the word None."""

@@ -56,8 +56,10 @@ _STATUS |= {11: "mapping error", 13: "execution failed", 14: "internal error", 1
 CALLS: dict[str, list[Any]] = {
     "cublasLtCreate": [c_void_p],
     "cublasLtMatmulDescCreate": [c_void_p, c_int, c_int],
+    "cublasLtMatmulDescDestroy": [c_void_p],
     "cublasLtMatmulDescSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
     "cublasLtMatrixLayoutCreate": [c_void_p, c_int, c_uint64, c_uint64, c_int64],
+    "cublasLtMatrixLayoutDestroy": [c_void_p],
     "cublasLtMatmulPreferenceCreate": [c_void_p],
     "cublasLtMatmulPreferenceSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
     "cublasLtMatmulPreferenceDestroy": [c_void_p],
@@ -331,6 +333,13 @@ class Plan:
         )
         return status
 
+    def close(self) -> None:
+        """Free the library's memory of the plan. GEMMs that are launched or captured do not read it."""
+        lt = get_library()
+        lt("cublasLtMatmulDescDestroy", self.descriptor)
+        for layout in (self.a, self.b, self.d):
+            lt("cublasLtMatrixLayoutDestroy", layout)
+
 
 MAX_PLANS = 4096  # prompts of any length would otherwise add plans without end
 _plans: dict[Problem, Plan] = {}
@@ -347,6 +356,8 @@ def _find_plan(problem: Problem, addresses: Addresses) -> Plan:
         M, K = problem.a_shape
         check_operands(M, problem.b_shape[0], K, problem.a_type, problem.b_type)
         if len(_plans) >= MAX_PLANS:
+            for other in _plans.values():
+                other.close()
             _plans.clear()
         plan = _plans[problem] = Plan(problem, addresses)
     return plan

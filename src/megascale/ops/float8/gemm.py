@@ -142,7 +142,9 @@ def _multiply(
     else:
         reason = "MEGASCALE_DIRECT_GEMMS=0"
     if not reason:
-        dispatch.record_choice("float8 GEMM calls", "cuBLASLt, with the algorithm of torch._scaled_mm")
+        # Keep the reason of a GEMM that cuBLASLt has refused.
+        choices = dispatch.CURRENT.get().choices
+        choices.setdefault("float8 GEMM calls", "cuBLASLt, with the algorithm of torch._scaled_mm")
         return out
     dispatch.record_choice("float8 GEMM calls", f"torch._scaled_mm ({reason})")
     return multiply_by_torch(out, a, a_scale, b, b_scale, fast=fast, bias=bias)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -57,6 +58,7 @@ from megascale.services.limited_listener import LimitedListener
 
 log = logging.getLogger("megascale.agent")
 
+_KILL_SECONDS = 5.0  # to wait for the end of a killed process
 _EXCLUDED_PORTS = 100  # number of ports that the agent has offered and does not offer again
 
 
@@ -338,7 +340,9 @@ async def _run_self_checks(timeout: float) -> dict[str, Any]:
     finally:
         if process.returncode is None:
             process.kill()
-            await process.wait()
+            with contextlib.suppress(TimeoutError):  # the kernel cannot end a process that waits for a failed device
+                async with asyncio.timeout(_KILL_SECONDS):
+                    await process.wait()
     report = stdout.decode(errors="replace")[-REPORT_CHARACTERS:]
     return {"code": process.returncode, "report": report, "stderr": truncate(stderr.decode(errors="replace"))}
 

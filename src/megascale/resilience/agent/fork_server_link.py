@@ -25,6 +25,7 @@ from megascale.resilience.protocol.fork_messages import (
 from megascale.services.messages import FrameReader, Message
 
 log = logging.getLogger("megascale.agent")
+_KILL_SECONDS = 5.0  # within which a killed fork server, which uses no device, ends
 
 
 class ForkServerLink:
@@ -92,7 +93,10 @@ class ForkServerLink:
         self.disconnect()
         if self.process is not None:
             self.process.kill()
-            self.process.wait()
+            try:
+                self.process.wait(_KILL_SECONDS)
+            except subprocess.TimeoutExpired:
+                log.warning("the killed fork server (process %d) has not ended", self.process.pid)
         self.process = None
 
     def send(self, order: Fork | Instruct) -> None:

@@ -591,15 +591,23 @@ class Trainers:
         """Wait until killed ranks have freed their memory, because the next attempt needs the GPU's.
 
         If the other ranks stay in their processes, only the replacements wait (train/predecessors.py), and all ranks
-        make their groups meanwhile.
+        make their groups meanwhile. After `resilience.window` seconds only the replacements wait too, since the driver
+        evicts a node that does not report for twice as long.
 
         Args:
             how: the kind of the order to stop, as for `stop`.
         """
         if how in ("keep", "leave") and self._keeps_processes and isinstance(self.program, MegascaleTrainer):
             return
-        while self._dying.pids:
+        deadline = time.monotonic() + self._limits.window
+        while self._dying.pids and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_SECONDS)
+        if self._dying.pids:
+            log.warning(
+                "the kernel has not freed the memory of the killed processes %s within %g s; their replacements wait",
+                sorted(self._dying.pids),
+                self._limits.window,
+            )
 
     # telemetry --------------------------------------------------------------------------------------------------------
 

@@ -60,6 +60,15 @@ fi
 """
 # Seconds before the time limit at which the job saves. Slurm may send the signal up to a minute early.
 SIGNAL_SECONDS = 300
+_EARLY_SECONDS = 60
+_DEFAULT_SIGNAL_SECONDS = 60  # of Slurm, if --signal has no time
+_BATCH_SIGNAL = re.compile(r"B:(?:SIG)?(?:USR1|10)(?:@(\d+))?", re.IGNORECASE)
+# Options of sbatch that the job sets itself, and the setting instead of each.
+_OWN_OPTIONS = {
+    "--array": "slurm.attempts, whose jobs run one after another; jobs at the same time cannot share a run",
+    "--nodes": "resilience.nodes and resilience.spares",
+}
+_LONG_NAMES = {"-a": "--array", "-N": "--nodes", "-t": "--time"}
 
 
 def make_batch_script(config: Config, gpus: int, overrides: Sequence[str], blocked: Sequence[str], path: str) -> str:
@@ -73,10 +82,11 @@ def make_batch_script(config: Config, gpus: int, overrides: Sequence[str], block
         path: PYTHONPATH, "" for none.
 
     Raises:
-        ConfigError: a batch script cannot hold an option or a path.
+        ConfigError: a batch script cannot hold an option or a path, or an option of resilience.sbatch contradicts it.
     """
     # Raises ConfigError for a run folder that cannot be mounted.
     make_container_arguments(config.slurm, "0", config.run_folder.absolute())
+    _check_options(config)
     lines = [
         f"# {reason}\n{_format_options([option])}" for option, reason in _choose_options(config, gpus, blocked).items()
     ]
@@ -93,6 +103,68 @@ def make_batch_script(config: Config, gpus: int, overrides: Sequence[str], block
         overrides=shlex.join(overrides),
         continuation=_choose_continuation(config),
     )
+
+
+def _check_options(config: Config) -> None:
+    """Raise ConfigError if an option of resilience.sbatch contradicts the script, or if no time to train remains."""
+    options = _parse_options(config.resilience.sbatch)
+    for name, setting in _OWN_OPTIONS.items():
+        if name in options:
+            raise ConfigError(
+                f"resilience.sbatch has {name}, which the batch script sets; remove it, and use {setting}"
+            )
+    signal_seconds = SIGNAL_SECONDS
+    if "--signal" in options:
+        value = options["--signal"]
+        match = _BATCH_SIGNAL.fullmatch(value)
+        if match is None:
+            raise ConfigError(
+                f"resilience.sbatch has --signal={value}, and the batch script saves on USR1, which only B: sends to "
+                f"it; write --signal=B:USR1@{SIGNAL_SECONDS}"
+            )
+        signal_seconds = int(match[1] or _DEFAULT_SIGNAL_SECONDS)
+    limit = options.get("--time", config.slurm.time)
+    seconds = _parse_time_limit(limit)
+    if seconds and seconds <= signal_seconds + _EARLY_SECONDS:
+        raise ConfigError(
+            f"the time limit {limit} (slurm.time) is {seconds} s, and the job saves {signal_seconds} s before it, or "
+            f"up to {_EARLY_SECONDS} s earlier, so that each job would end before it trains; raise slurm.time, or "
+            "lower the time with --resilience.sbatch=--signal=B:USR1@SECONDS"
+        )
+
+
+def _parse_options(text: str) -> dict[str, str]:
+    """Return sbatch's options by long name. Raises ConfigError for a first word that is not an option."""
+    options: dict[str, str] = {}
+    name = ""
+    for word in shlex.split(text):
+        if word.startswith("--"):
+            name, _, value = word.partition("=")
+        elif word.startswith("-"):
+            name, value = _LONG_NAMES.get(word[:2], word[:2]), word[2:]
+        elif not name:
+            raise ConfigError(
+                f"resilience.sbatch={text!r} begins with {word!r}, which is not an option; write --{word.lstrip('-')}"
+            )
+        else:
+            value = word
+        options[name] = value
+    return options
+
+
+def _parse_time_limit(text: str) -> int | None:
+    """Return the seconds of a time limit in Slurm's form; None without a limit or in another form."""
+    days, dash, clock = text.rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdigit() for part in [*parts, days or "0"]):
+        return None
+    numbers = [int(part) for part in parts]
+    if dash or len(numbers) == 3:  # hours first
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    else:
+        hours = 0
+        minutes, seconds = [*numbers, 0][:2]
+    return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds
 
 
 def _choose_continuation(config: Config) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from megascale.resilience.diagnose.check import SelfCheck, make_absent_check, ma
 _BYTES_PER_PROCESS = 256 << 20  # that each process sends
 _TIMEOUT_SECONDS = 90.0  # for all processes
 _START_SECONDS = 60.0  # for the processes to meet
+_KILL_SECONDS = 5.0  # to wait for the end of a killed process
 _REPEATS = 4  # all-to-alls, the fastest of which counts
 _ERROR_CHARACTERS = 300  # of the last line of a failed process
 
@@ -60,7 +62,8 @@ def run_all_to_all(world: int, device: str = "cuda", size: int = _BYTES_PER_PROC
         for process in processes:
             if process.poll() is None:
                 process.kill()
-                process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # a failed GPU may keep the kernel from ending it
+                    process.wait(_KILL_SECONDS)
     details = f"{world} processes, {size >> 20} MiB each; rate of the slowest"
     return SelfCheck(name, "passed", min(rates), "GB/s", details=details)
 

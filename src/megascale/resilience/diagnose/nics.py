@@ -7,6 +7,7 @@ MegaScale section 4.3 tests loopback from every NIC to memory and GPUs, and from
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import socket
@@ -27,6 +28,7 @@ _MIN_ERRORS = 10  # fewer errors since the boot do not fail a link
 _MAX_ERROR_SHARE = 1e-3  # largest share of packets with errors
 _RDMA_START_SECONDS = 0.5  # for ib_write_bw's server to listen
 _RDMA_SECONDS = 20.0  # for the client, which sends for one second
+_KILL_SECONDS = 5.0  # to wait for the end of a killed process
 _ERROR_CHARACTERS = 300  # of ib_write_bw's error output
 _RDMA_PORT = 18600  # first port of ib_write_bw
 _NET = Path("/sys/class/net")
@@ -106,7 +108,8 @@ def _measure_rdma(device: str, port: int) -> SelfCheck:
         client = subprocess.run(command + ["127.0.0.1"], capture_output=True, text=True, timeout=_RDMA_SECONDS)
     finally:
         server.kill()
-        server.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a failed device may keep the kernel from ending it
+            server.wait(_KILL_SECONDS)
     # Columns of a result: bytes, iterations, peak and average rate in Gbit/s.
     rates = re.findall(r"^\s*\d+\s+\d+\s+[\d.]+\s+([\d.]+)", client.stdout, re.M)
     if client.returncode or not rates:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -29,6 +30,7 @@ from megascale.resilience.rules.view import SEVERITY, Incident, Verdict
 log = logging.getLogger("megascale.driver")
 
 SAMPLES_TIMEOUT = 30.0  # seconds for the search for the samples of a step
+_KILL_SECONDS = 5.0  # to wait for the end of a killed process
 _LISTED_WINDOWS = 16  # windows of one file that a sentence lists
 _ERROR_CHARACTERS = 300  # at the end of the search's error output
 _LONG_EVIDENCE = 3  # sentences of evidence in the reason of a failed job
@@ -210,7 +212,9 @@ async def find_samples(run: Path, step: int) -> tuple[str, dict[str, Any]]:
     finally:
         if process.returncode is None:
             process.kill()
-            await process.wait()
+            with contextlib.suppress(TimeoutError):  # the kernel cannot end a process that waits for a failed device
+                async with asyncio.timeout(_KILL_SECONDS):
+                    await process.wait()
     return describe_samples(run, step, samples), samples
 
 
