@@ -485,7 +485,7 @@ def _short_thread_turns() -> Iterator[None]:
     """Let threads exchange the interpreter's lock often, because a load hands rounds from thread to thread.
 
     A thread that comes back from a copy otherwise waits for up to 5 ms whenever another thread computes. The exchange
-    of shards then lasts as long as the preparation of the staging memory beside it.
+    of shards then lasts at least as long as the concurrent preparation of the staging memory.
     """
     earlier_interval = sys.getswitchinterval()
     sys.setswitchinterval(min(_TURN_SECONDS, earlier_interval))
