@@ -58,7 +58,7 @@ def test_a_job_goes_on_without_a_node_and_takes_it_in_again(
     assert logs.count("were made during the attempt before") == prepared_groups, logs
     assert logs.count("warmed up the groups of the next attempt") == 2 * prepared_groups, logs
     assert logs.count("aborted the groups of the attempt before") == 2 * prepared_groups, logs
-    assert logs.count("is not copied to memory before the join") == 2, logs
+    assert logs.count("is not copied to memory before the join") == 2 * prepared_groups, logs
     for rank in range(3):
         status = read_status(job.run / "status" / name_status_file(rank))
         assert status is not None

@@ -1256,10 +1256,20 @@ class Trainer:
         if target is None:
             return
         self._read_pending_step()  # shows whether all ranks leave after this step
-        if self._is_leaving and target == "memory":
+        if self._is_leaving and target == "memory" and self._joins_at_once():
             log.info("step %d is not copied to memory before the join", self.step)
             return  # the ranks keep their state, or `_leave_after_step` saves it
         self._save(persist=target == "storage")
+
+    def _joins_at_once(self) -> bool:
+        """Return whether all ranks have the groups of the next attempt, so that it follows at once. Collective.
+
+        A job that waits for nodes leaves in the same way. Its processes may end meanwhile, and the kept state with them.
+        """
+        preparation = None
+        if self.parking is not None:
+            preparation = self.parking.preparation
+        return self.checkpointer.peers.all_true(preparation is not None and preparation.is_warm)
 
     def _save(self, *, persist: bool, wait: bool = False) -> None:
         """Save the state.
