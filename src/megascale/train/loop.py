@@ -1264,7 +1264,7 @@ class Trainer:
     def _joins_at_once(self) -> bool:
         """Return whether all ranks have the groups of the next attempt, so that it follows at once. Collective.
 
-        A job that waits for nodes leaves in the same way. Its processes may end meanwhile, and the kept state with them.
+        A job that waits for nodes leaves in the same way. Its processes may end meanwhile with the state.
         """
         preparation = None
         if self.parking is not None:
