@@ -75,6 +75,7 @@ def make(folder: Path) -> Path:
 START_LINE = "ready to train "  # begins the line that a rank logs before its first step
 LEAVE_LINE = "has left attempt "  # is in the line that a rank logs when it waits for the next attempt
 FIRST_STEP_LINE = "first step complete "  # begins the line that a rank logs after its first step
+SECOND_STEP_LINE = "second step queued "  # begins the line that a rank logs when it has queued its second step
 MEMORY_LINE = "GB for a snapshot: "  # is in the line that a rank logs for each slot
 ALL_MEMORY_LINE = "memory for snapshots is prepared on all ranks"  # from then on, no step lacks a snapshot
 GROUPS_LINE = "start-up "
@@ -175,6 +176,10 @@ class Launched:
     def read_first_steps(self) -> dict[str, list[str]]:
         """Return by rank a line per start, which has the seconds of the first step."""
         return self._read_log_lines(FIRST_STEP_LINE)
+
+    def read_second_steps(self) -> dict[str, list[str]]:
+        """Return by rank a line per start, which has the host's seconds for the second step."""
+        return self._read_log_lines(SECOND_STEP_LINE)
 
     def read_memory(self) -> dict[str, list[str]]:
         """Return by rank a line per slot of memory for snapshots, which divides the seconds of its preparation."""

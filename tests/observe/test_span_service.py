@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +60,11 @@ def steps_of(out: Path) -> dict[int, list[int]]:
     for rank, step in zip(result["rank"].tolist(), result["step"].tolist(), strict=True):
         report.setdefault(rank, []).append(step)
     return report
+
+
+def count_descriptors(file: Path) -> int:
+    """Return how many descriptors of this process refer to a file."""
+    return sum(os.path.realpath(entry) == str(file.resolve()) for entry in Path("/proc/self/fd").iterdir())
 
 
 @pytest.fixture
@@ -112,6 +119,30 @@ def test_a_short_run_starts_no_service_and_leaves_its_frames(out):
     assert steps_of(out) == {2: [1]}
     with SpanTables(out.parent) as tables:
         assert tables.query("SELECT data FROM ranks")["data"].tolist() == [2]
+
+
+def test_a_rank_that_leaves_an_attempt_does_not_wait_for_a_starting_service(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(span_link, "_END_SECONDS", 600.0)
+    location = locate_service(out)
+    location.folder.mkdir(mode=0o700)
+    ring = SpanRing(rank=4)
+    with open(location.starting_lock_path, "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as held by another rank that starts the service
+        leaving = link(ring, out)
+        write(ring, 1)
+        wait_for(lambda: count_descriptors(location.starting_lock_path) == 2, "the link's wait for the lock")
+        closing = threading.Thread(target=leaving.close, kwargs={"awaits_service": False}, daemon=True)
+        closing.start()
+        closing.join(60.0)
+        assert not closing.is_alive()
+        assert steps_of(out) == {4: [1]}
+    leaving._thread.join(60.0)
+    assert not leaving._thread.is_alive()
+    assert not leaving._is_handed_over
+    wait_for(lambda: not location.folder.exists(), "the end of the service")
+    assert steps_of(out) == {4: [1]}
 
 
 def test_a_rank_that_dies_loses_nothing_it_wrote(out, tmp_path):

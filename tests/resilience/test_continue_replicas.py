@@ -9,6 +9,7 @@ import pytest
 
 from megascale.config import load
 from megascale.core.recovery_record import RecoveryRecord
+from megascale.core.status import name_status_file, read_status
 from megascale.errors import ConfigError
 from megascale.resilience.agent.attempt_orders import compute_missing_fraction, explain_change, read_data_size
 from megascale.resilience.driver.launch_checks import JobSize
@@ -57,6 +58,12 @@ def test_a_job_goes_on_without_a_node_and_takes_it_in_again(
     assert logs.count("were made during the attempt before") == prepared_groups, logs
     assert logs.count("warmed up the groups of the next attempt") == 2 * prepared_groups, logs
     assert logs.count("aborted the groups of the attempt before") == 2 * prepared_groups, logs
+    assert logs.count("is not copied to memory before the join") == 2 * prepared_groups, logs
+    for rank in range(3):
+        status = read_status(job.run / "status" / name_status_file(rank))
+        assert status is not None
+        assert status.start is not None
+        assert status.start.left_ns < status.start.state_ns < status.start.stepped_ns < status.time_ns
 
     calm = megascale("train", tiny, *steps, "--train.name=calm", "--parallel.data=1")
     assert calm.returncode == 0, calm.stderr

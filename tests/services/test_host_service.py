@@ -181,6 +181,7 @@ def friend(where: tuple[str, int], token: bytes = b"token") -> Conversation:
 
 def test_a_flood_of_silent_strangers_keeps_nobody_out(echo) -> None:
     before = friend(echo)
+    assert before.request(Echo("first")) == Echo("first")  # the server has completed its side of the authentication
     silent = [socket.create_connection(echo) for _ in range(100)]
     with friend(echo) as client:
         assert client.request(Echo("here")) == Echo("here")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import threading
+import time
 
+from megascale.core.group_names import ATTEMPT_KEY
 from megascale.train import telemetry
 from megascale.train.telemetry import Telemetry
 
 
 def test_a_dump_that_fails_does_not_end_the_answers(tmp_path, monkeypatch, caplog):
-    answers, failed = iter([RuntimeError("no recorder yet"), "[]"]), threading.Event()
+    answers = iter([RuntimeError("no recorder yet"), '{"pg_status": {}}'])
+    failed = threading.Event()
 
     def records() -> str:
         answer = next(answers)
@@ -23,6 +27,7 @@ def test_a_dump_that_fails_does_not_end_the_answers(tmp_path, monkeypatch, caplo
     monkeypatch.setattr(telemetry.torch_private, "dump_flight_recorder", records)
     rank = object.__new__(Telemetry)
     rank._is_answering = True
+    rank._attempt = 2
     rank._pipe = tmp_path / "rank-0.ask"
     rank._flight_file = tmp_path / "rank-0.json"
     os.mkfifo(rank._pipe)
@@ -31,9 +36,11 @@ def test_a_dump_that_fails_does_not_end_the_answers(tmp_path, monkeypatch, caplo
     rank._pipe.write_text("")
     assert failed.wait(30.0)
     rank._pipe.write_text("")
+    deadline = time.monotonic() + 30.0
     while not rank._flight_file.exists():
         assert thread.is_alive()
-    assert rank._flight_file.read_text() == "[]"
+        assert time.monotonic() < deadline, caplog.text
+    assert json.loads(rank._flight_file.read_text()) == {ATTEMPT_KEY: 2, "pg_status": {}}
     assert "a dump of the flight recorder failed (RuntimeError: no recorder yet)" in caplog.text
     rank._is_answering = False
     while thread.is_alive():

@@ -121,7 +121,7 @@ def test_without_shared_memory_there_are_times_and_no_spans(monkeypatch, caplog)
 def test_a_rank_that_ends_leaves_its_span_service(monkeypatch):
     """The service keeps a ring until its rank leaves; the runtime records nothing afterwards."""
     closed: list[str] = []
-    link = SimpleNamespace(close=lambda: closed.append("link"))
+    link = SimpleNamespace(close=lambda awaits_service: closed.append("link"))
     monkeypatch.setattr(RankTimers, "_connect", lambda *arguments: link)
     runtime = Runtime()
     timers = RankTimers(load(None, []), RankInfo(0, 1, 0, 1, torch.device("cpu")), runtime, Grid(ranks_per_host=1), 0)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 log = logging.getLogger(__name__)
+# A thread that computes in Python keeps the interpreter's lock for this long while others wait for it.
+_TURN_SECONDS = 0.0002
 
 
 class StoredState(NamedTuple):
@@ -244,7 +247,8 @@ class Checkpointer:
                     shards = []
                 self._last_sequence = plan.last_sequence
                 begin = partial(self._begin_staging, save)
-                result = load_live(plan, live, connection, shards, self.peers, report, accept=accept, begin=begin)
+                with _short_thread_turns():
+                    result = load_live(plan, live, connection, shards, self.peers, report, accept=accept, begin=begin)
             elif save is None or save.sequence < sequence or step not in (None, save.step):
                 return None
             else:
@@ -474,6 +478,21 @@ class Checkpointer:
             self._foreground_outcomes += self.snapshots.finish(run_ended=run_ended)
             self.snapshots = None
         return self.poll()
+
+
+@contextlib.contextmanager
+def _short_thread_turns() -> Iterator[None]:
+    """Let threads exchange the interpreter's lock often, because a load hands rounds from thread to thread.
+
+    A thread that comes back from a copy otherwise waits for up to 5 ms whenever another thread computes. The exchange
+    of shards then lasts at least as long as the concurrent preparation of the staging memory.
+    """
+    earlier_interval = sys.getswitchinterval()
+    sys.setswitchinterval(min(_TURN_SECONDS, earlier_interval))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(earlier_interval)
 
 
 def find_stored_state(config: CheckpointConfig, run: Path, peers: Peers) -> StoredState:

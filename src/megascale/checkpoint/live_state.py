@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,13 +24,14 @@ from megascale.checkpoint.background.load_from_memory import (
     describe_memory_save,
 )
 from megascale.checkpoint.copies import ShardCopier
+from megascale.checkpoint.format.archive import element_size
 from megascale.checkpoint.format.chunks import TensorShard, intersect_boxes
 from megascale.checkpoint.format.index import CheckpointIndex, TensorInfo
 from megascale.checkpoint.format.read_plan import ChunkRequest, request_chunks
 from megascale.checkpoint.format.step_folders import get_nonce
 from megascale.checkpoint.format.write_plan import Offer, make_offer
 from megascale.checkpoint.loader import AcceptState, ChunkSource, ChunkTransfer, LoadReport, fill_shards
-from megascale.checkpoint.object_collectives import Peers
+from megascale.checkpoint.object_collectives import Peers, decode_value, encode_value
 from megascale.checkpoint.saver import cut_chunks, get_dtype_name
 from megascale.core.tensors import Box
 from megascale.services.conversation import Conversation
@@ -182,6 +184,31 @@ def plan_live_load(
     return None
 
 
+class _RehearsalPeers(Peers):
+    """A single process that encodes and decodes its values as the processes of a group do."""
+
+    def all_gather(self, value: Any, value_type: Any) -> list[Any]:
+        return [decode_value(encode_value(value), value_type)]
+
+
+def rehearse_live_load() -> bool:
+    """Load a small state from this process itself, and return whether the elements arrived.
+
+    The first load of a process takes longer than later ones, because types of messages are analysed at their first use.
+    Call this function in a process without groups that will join running processes, while they still train.
+    """
+    kept = torch.ones(2, 2)
+    loaded = torch.zeros(2, 2)
+    shards = [TensorShard("rehearsal", (2, 2), (0, 0), loaded)]
+    kept_shards = [replace(shards[0], tensor=kept)]
+    live = LiveState(attempt=1, rank=0, step=1, shards=kept_shards, state={})
+    peers = _RehearsalPeers()
+    plan = plan_live_load(live, [], stored_sequence=0, shards=shards, peers=peers)
+    if plan is not None:
+        load_live(plan, live, None, shards, peers)
+    return torch.equal(kept, loaded)
+
+
 def _completes(save: MemorySave, step: int, summaries: Sequence[_Summary], has_state: bool) -> bool:
     """Return whether a save has what processes have not kept of the state of a step, with the same bits.
 
@@ -290,24 +317,37 @@ def _join_offers(offers: Mapping[int, Offer]) -> tuple[CheckpointIndex, dict[str
             ranks_by_box.setdefault(key, []).append(rank)
     tensors = dict(sorted(tensors.items()))
     positions = {name: i for i, name in enumerate(tensors)}
+    item_bytes = {name: element_size(info.dtype) for name, info in tensors.items()}
     dims = max((len(info.shape) for info in tensors.values()), default=0)
     files: dict[tuple[int, ...], int] = {}
     ends: list[int] = []  # bytes in each file so far
-    count = len(ranks_by_box)
-    columns = {name: np.zeros(count, np.int64) for name in ("start", "length", "data")}
-    columns |= {"tensor": np.zeros(count, np.int32), "in_file": np.zeros(count, np.int32)}
-    columns |= {"crc": np.zeros(count, np.uint32), "box": np.zeros((count, 2, dims), np.int64)}
-    for row, ((name, offsets, sizes), ranks) in enumerate(ranks_by_box.items()):
+    tensor_positions: list[int] = []
+    file_numbers: list[int] = []
+    starts: list[int] = []
+    lengths: list[int] = []
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for (name, offsets, sizes), ranks in ranks_by_box.items():
         file = files.setdefault(tuple(ranks), len(files))
         if file == len(ends):
             ends.append(0)
-        columns["tensor"][row] = positions[name]
-        columns["in_file"][row] = file
-        columns["box"][row, 0, : len(offsets)] = offsets
-        columns["box"][row, 1, : len(sizes)] = sizes
-        columns["start"][row] = columns["data"][row] = ends[file]
-        columns["length"][row] = _count_elements(sizes) * getattr(torch, tensors[name].dtype).itemsize
-        ends[file] += int(columns["length"][row])
+        padding = (0,) * (dims - len(sizes))
+        length = prod(sizes) * item_bytes[name]
+        tensor_positions.append(positions[name])
+        file_numbers.append(file)
+        starts.append(ends[file])
+        lengths.append(length)
+        boxes.append((offsets + padding, sizes + padding))
+        ends[file] += length
+    start = np.array(starts, np.int64)
+    columns: dict[str, np.ndarray] = {
+        "tensor": np.array(tensor_positions, np.int32),
+        "in_file": np.array(file_numbers, np.int32),
+        "start": start,
+        "length": np.array(lengths, np.int64),
+        "data": start,
+        "crc": np.zeros(len(lengths), np.uint32),
+        "box": np.array(boxes, np.int64).reshape(len(lengths), 2, dims),
+    }
     names = [f"kept-{file}" for file in range(len(files))]
     index = CheckpointIndex(tensors, names, columns)
     return index, {name: list(ranks) for name, ranks in zip(names, files, strict=True)}
@@ -324,16 +364,12 @@ def _list_keys(tensors: Mapping[str, TensorInfo], tensor: np.ndarray, box: np.nd
     return keys
 
 
-def _count_elements(sizes: Sequence[int]) -> int:
-    return int(np.prod(np.array(sizes, np.int64), dtype=np.int64))
-
-
 def _find_incomplete(index: CheckpointIndex) -> list[str]:
     """Return the tensors of which the rows, which do not overlap, lack elements."""
-    counts = dict.fromkeys(index.tensors, 0)
-    for name, _, sizes in _list_keys(index.tensors, index.columns["tensor"], index.columns["box"]):
-        counts[name] += _count_elements(sizes)
-    return [name for name, info in index.tensors.items() if counts[name] != _count_elements(info.shape)]
+    tensor_bytes = np.zeros(len(index.tensors), np.int64)
+    np.add.at(tensor_bytes, index.columns["tensor"], index.columns["length"])
+    pairs = zip(index.tensors.items(), tensor_bytes.tolist(), strict=True)
+    return [name for (name, info), byte_count in pairs if byte_count != info.nbytes]
 
 
 def _find_local_elements(index: CheckpointIndex, shards: Sequence[TensorShard]) -> dict[int, torch.Tensor]:

@@ -12,7 +12,8 @@ from typing import Any
 #   processes: when every rank runs the trainer, in a new or in a reused process
 #   groups: when every rank has its communicators
 #   state: when every rank has the model, the optimizer and its data
-#   first step: when the driver has received the report of the first complete step
+#   first step: when a rank has the results of the first complete step; if none reports the time, when the driver has
+#       received the report of the step
 PHASES = ("detect", "decide", "processes", "groups", "state", "first step")
 
 _MAX_SECONDS = 1e9  # a record with a longer phase is damaged
@@ -28,7 +29,7 @@ class RecoveryRecord:
         cause: event name of the verdict that ended the previous attempt.
         starts: number of attempts that were started until one completed a step.
         seconds: seconds by phase. A phase that some rank did not report is absent.
-        total: seconds from the fault until the driver received the report of the first step.
+        total: seconds from the fault to the end of the first step.
         resumed_step: step of the state from which the attempt continued, -1 if unknown.
         lost_steps: number of complete steps that were repeated, -1 if unknown.
         source: source of the state that ranks loaded ("memory", "a peer's memory", "storage", "nothing").

@@ -58,6 +58,7 @@ class StartReport:
         is_standing: whether weights and optimizer state stayed in the memory of that process, so that none are loaded.
         left_ns: time at which this process had completed the last step of the attempt before, if it was ordered to
             leave that attempt after a step; otherwise 0.
+        stepped_ns: time at which the results of the first step of this start had come from the device; 0 before.
     """
 
     process_ns: _Time
@@ -68,6 +69,7 @@ class StartReport:
     is_reused: bool = False
     is_standing: bool = False
     left_ns: _Time = 0
+    stepped_ns: _Time = 0
 
 
 @dataclass(frozen=True)

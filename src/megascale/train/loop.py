@@ -183,6 +183,7 @@ class Trainer:
         self._is_leaving = False  # true if ranks stop in order to begin a new attempt; the same on all ranks
         self._has_reported_active = False
         self._first_step_start: float | None = None  # `time.monotonic()`; None once its results were read
+        self._first_step_gradients = 0.0  # seconds from its start until the host had queued its gradients
         self._first_step_queued = 0.0  # seconds from its start until the host had queued it
         self._first_step_allocations = 0  # of device memory in this process, before the first step
         self._has_reported_graphs = False
@@ -551,7 +552,7 @@ class Trainer:
         )
         resources.callback(self.telemetry.close)
         self.timers = RankTimers(self.config, info, self.engine.runtime, self.layout.grid, self.attempt)
-        resources.callback(self.timers.close)
+        resources.callback(self._close_timers)
         self.pauses = HostPauses(info.device)
         resources.callback(self.pauses.close)
         # The flight record notes the operations that are still running, so they must end before it is closed.
@@ -559,6 +560,10 @@ class Trainer:
         self.status = self.telemetry.status
         self.status.start = self._start
         self.ending.status = self.telemetry.status
+
+    def _close_timers(self) -> None:
+        """Stop recording times. Other ranks do not wait for a span service that starts on this host."""
+        self.timers.close(awaits_service=not self.ending.is_parking)
 
     def _make_run_view(self) -> RunView:
         info = self.rank_info
@@ -941,6 +946,7 @@ class Trainer:
         self._begin_step(step)
         rate = compute_learning_rate(self.config.lr, step, train.steps)
         cast_interval = self.config.observe.float8_interval
+        queue_start = time.monotonic()
         self.clock.start()
         self.engine.start_gather()
         self._read_batch = self.feed.make_batch_reader(self.consumed_samples)
@@ -956,6 +962,8 @@ class Trainer:
             sum_weights=self._sum_weights,
         )
         self.clock.stop()
+        if step == self._first_step + 1:
+            log.info("second step queued in %.2f s", time.monotonic() - queue_start)
         if step == self._first_step:
             check_gradients(self.engine.chunks, self.engine.data_parallel)
         self.pauses.record(recorder)
@@ -969,12 +977,15 @@ class Trainer:
         self._report_graph_choice()
         if self.engine.graphs is not None and self.engine.graphs.failure:
             self._report_failed_graphs(self.engine.graphs.failure)
-        if self.garbage_collector.is_due(step):
-            self._collect_garbage(step)
         self._keep_pending_step(step, rate, result)
         self.checkpoint_policy.poll()
-        if self.rank_info.device.type == "cpu":
-            self._read_pending_step()  # a CPU has finished the step already
+        is_first_step = self._first_step_start is not None
+        # A CPU has finished the step already. The end of a start's first step is reported, so its results are read now.
+        if self.rank_info.device.type == "cpu" or is_first_step:
+            self._read_pending_step()
+        # The first collection is the longest, and follows the end of a recovery's pause.
+        if self.garbage_collector.is_due(step):
+            self._collect_garbage(step)
 
     def _begin_step(self, step: int) -> None:
         """Announce the step to telemetry, inject due faults, and leave the attempt if this rank must."""
@@ -1011,6 +1022,8 @@ class Trainer:
 
     def _before_update(self) -> None:
         """Wait for a save that still reads the state, before the step's update changes it."""
+        if self._first_step_start is not None:
+            self._first_step_gradients = time.monotonic() - self._first_step_start
         self.checkpointer.before_update(self.step + 1)
 
     def _report_active(self) -> None:
@@ -1092,12 +1105,16 @@ class Trainer:
             seconds = time.monotonic() - self._first_step_start
             allocations = count_device_allocations(self.rank_info.device) - self._first_step_allocations
             log.info(
-                "first step complete after %.2f s, queued after %.2f s, %d allocations of device memory",
+                "first step complete after %.2f s, queued after %.2f s, its gradients after %.2f s, %d allocations of "
+                "device memory",
                 seconds,
                 self._first_step_queued,
+                self._first_step_gradients,
                 allocations,
             )
             self._first_step_start = None
+            assert self.status.start is not None
+            self.status.start = replace(self.status.start, stepped_ns=time.time_ns())
         has_weights = True
         if result.weight_sum is not None:
             record["loss_weight"] = float(result.weight_sum)
@@ -1236,8 +1253,23 @@ class Trainer:
     def _save_if_due(self) -> None:
         """Save the state after a step that is not the last, to storage or to memory, if a save is due."""
         target = self.checkpointer.choose_save_target(self.step)
-        if target is not None:
-            self._save(persist=target == "storage")
+        if target is None:
+            return
+        self._read_pending_step()  # shows whether all ranks leave after this step
+        if self._is_leaving and target == "memory" and self._joins_at_once():
+            log.info("step %d is not copied to memory before the join", self.step)
+            return  # the ranks keep their state, or `_leave_after_step` saves it
+        self._save(persist=target == "storage")
+
+    def _joins_at_once(self) -> bool:
+        """Return whether all ranks have the groups of the next attempt, so that it follows at once. Collective.
+
+        A job that waits for nodes leaves in the same way. Its processes may end meanwhile with the state.
+        """
+        preparation = None
+        if self.parking is not None:
+            preparation = self.parking.preparation
+        return self.checkpointer.peers.all_true(preparation is not None and preparation.is_warm)
 
     def _save(self, *, persist: bool, wait: bool = False) -> None:
         """Save the state.

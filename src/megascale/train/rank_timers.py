@@ -176,10 +176,15 @@ class RankTimers:
             times[f"wait_{name}_seconds"] = seconds
         return times
 
-    def close(self) -> None:
-        """Stop recording."""
+    def close(self, awaits_service: bool = True) -> None:
+        """Stop recording.
+
+        Args:
+            awaits_service: whether to wait for a span service that is starting, which takes the last spans. Otherwise
+                they are saved as a file.
+        """
         if self.timers is not None:
             self._runtime.recorder = Recorder()
             self.timers.close()
         if self._link is not None:
-            self._link.close()
+            self._link.close(awaits_service)

@@ -6,6 +6,7 @@ import logging
 
 import torch
 
+from megascale.checkpoint.live_state import rehearse_live_load
 from megascale.config import Config
 from megascale.core.stopwatch import Stopwatch
 from megascale.ops.dispatch import prepare_workspace
@@ -17,7 +18,7 @@ log = logging.getLogger("megascale.train")
 
 
 def warm_up(config: Config, local_rank: int, use_gpu: bool) -> str:
-    """Create the context of the rank's GPU, load NCCL, and rehearse a step. Errors are only logged.
+    """Rehearse a load, create the context of the rank's GPU, load NCCL, and rehearse a step. Errors are only logged.
 
     The fork server has imported modules already. Imports here could take longer than the driver's judgement of a
     fault, for which this process waits.
@@ -26,6 +27,8 @@ def warm_up(config: Config, local_rank: int, use_gpu: bool) -> str:
         The seconds of each part, and whether the step was rehearsed, as text for the log. A process that waits has no
         log yet.
     """
+    if not rehearse_live_load():
+        log.warning("the rehearsal of a load gave other elements")
     if not use_gpu or not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
         return "no GPU"
     stopwatch = Stopwatch()

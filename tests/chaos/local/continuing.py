@@ -119,6 +119,7 @@ def run(
         job.process.send_signal(signal.SIGINT)
         code = job.end()
         prepared_groups = job.read_prepared_groups()
+        second_steps = job.read_second_steps()
         job.end_agents()
     if code != 130:
         problems.append(f"the job ended with exit code {code} instead of 130")
@@ -129,6 +130,7 @@ def run(
     if picture is not None and rows:
         draw(job, rows[0], picture)
     report = {"seed": seed, "settings": list(settings), "losses": rows, "prepared_groups": prepared_groups}
+    report["second_steps"] = second_steps
     return report | comparison | {"problems": problems}
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from megascale.checkpoint import Checkpointer, LoadReport, find_stored_state, live_state
 from megascale.checkpoint.background.snapshot import Snapshots
 from megascale.checkpoint.live_state import LiveState
-from megascale.errors import TrainingError
+from megascale.errors import DataError, TrainingError
 from tests.checkpoint.background.conftest import background, large_state, service_pid
 from tests.checkpoint.conftest import assert_same, blank, cut, logical_state, run_group
 
@@ -70,6 +72,35 @@ def _join(rank: int, size: int, run: Path, kept_as: str) -> Any:
 def test_a_process_that_joins_receives_its_shards_from_the_others(run: Path, kept_as: str) -> None:
     results = run_group(4, _join, run, kept_as)
     assert results == [({"step": 9}, "running ranks", False)] * 4
+
+
+def test_a_process_that_waits_rehearses_a_load() -> None:
+    assert live_state.rehearse_live_load()
+
+
+def _load_in_short_turns(rank: int, size: int, run: Path, fails: bool) -> Any:
+    """Return the seconds of a thread's turn with the interpreter's lock in a load, and whether they are restored."""
+    live = LiveState(attempt=3, step=9, shards=cut(logical_state(9), "flat", rank, size), state={"step": 9})
+    checkpointer = Checkpointer(background(memory_interval=1), run, cut(blank(logical_state()), "rows", rank, size))
+    earlier_interval = sys.getswitchinterval()
+    intervals: list[float] = []
+
+    def accept(_state: Any, _name: str) -> bool:
+        intervals.append(sys.getswitchinterval())
+        if fails:
+            raise DataError("the run must not continue from this state")
+        return False
+
+    with pytest.raises(DataError) if fails else contextlib.nullcontext():
+        checkpointer.load(live=live, accept=accept)
+    return intervals, sys.getswitchinterval() == earlier_interval
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_threads_exchange_the_interpreter_often_during_a_load(run: Path, fails: bool) -> None:
+    for intervals, is_restored in run_group(2, _load_in_short_turns, run, fails):
+        assert intervals == [pytest.approx(0.0002)]
+        assert is_restored
 
 
 def _join_with_a_side_group(rank: int, size: int, run: Path, fails: bool) -> Any:

@@ -58,6 +58,7 @@ from megascale.checkpoint.background.staging import (
 )
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.chunks import TensorShard
+from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.format.torch_index import make_torch_metadata
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.saver import agree_on_plan, cut_chunks
@@ -160,11 +161,7 @@ class Snapshots:
         chunks = cut_chunks(shards)
         self._chunks = [chunks[i] for i in self.file_layout.chunks.tolist()]
         self._index = make_rank_index(shards, self.file_layout, peers.rank)
-        self._plan: tuple[bytes, bytes] | None = None  # index and torch's metadata, on the first process
-        if plan is not None:
-            # The service replaces BLANK by the generation of each save.
-            blank_index = plan.index.with_generation(BLANK, plan.index.columns["crc"])
-            self._plan = (plan.index.to_bytes(), make_torch_metadata(blank_index))
+        self._plan_index = plan.index if plan is not None else None  # index of all chunks, on the first process
         self.stopwatch.end_phase("index")
         self._device = next((s.tensor.device for s in shards if s.tensor.is_cuda), torch.device("cpu"))
         self._stream: torch.cuda.Stream | None = None
@@ -574,9 +571,9 @@ class Snapshots:
         self._plan_name = secrets.token_hex(4)
         problem = None
         try:
-            if self._plan is not None:
-                index, metadata = self._plan
-                self._service.request(StorePlan(self._plan_name, len(index)), index + metadata)
+            if self._plan_index is not None:
+                self._send_plan(self._plan_index)
+                self.stopwatch.end_phase("index")
             gigabytes = size * self.slot_count * len(self._local_ranks) / 1e9
             self._service.timeout = _REPLY_TIMEOUT + _REPLY_TIMEOUT_PER_GB * gigabytes
             request = Allocate(
@@ -612,6 +609,16 @@ class Snapshots:
             # A process that was left out of an attempt has snapshots of earlier saves than the others.
             slot.is_complete &= all(on_rank[slot_index] == slot.generation for _, on_rank in answers)
         return None
+
+    def _send_plan(self, index: CheckpointIndex) -> None:
+        """Send the index of all chunks and torch's metadata to the service. Raises OSError if the service is lost.
+
+        Both are encoded here, while the other processes allocate their memory.
+        """
+        # The service replaces BLANK by the generation of each save.
+        metadata = make_torch_metadata(index.with_generation(BLANK, index.columns["crc"]))
+        index_bytes = index.to_bytes()
+        self._service.request(StorePlan(self._plan_name, len(index_bytes)), index_bytes + metadata)
 
     def _compute_reserved_size(self, size: int) -> int:
         """Return the bytes of a slot that is reserved for larger shards, at least `size`, as whole pages."""

@@ -75,6 +75,8 @@ class SpanLink:
         self._launch = make_launch_command(out, job, host, hosts, limit_mib, log_file, sinks)
         self._conversation: Conversation | None = None
         self._is_handed_over = False  # whether the service has the ring when the link is closed
+        self._is_connecting = True  # whether the link is not connected to the service yet
+        self._is_abandoned = False  # whether the link was closed meanwhile, so that the ring is not handed over
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="megascale-span-link", daemon=True)
@@ -103,10 +105,16 @@ class SpanLink:
 
     def _hand_over(self) -> None:
         """Hand over the ring, and wait until the service or this link ends. Raises an error if the service is gone."""
+        with self._lock:
+            self._is_connecting = True
         conversation = host_service.connect_service(
             self._service_location, self._launch, TO_SPANS, FROM_SPANS, make_folder=True
         )
         with conversation:
+            with self._lock:
+                if self._is_abandoned:
+                    return
+                self._is_connecting = False
             conversation.send(self._follow, files=[self.ring.handle])
             conversation.receive_reply()
             with self._lock:
@@ -120,14 +128,19 @@ class SpanLink:
                 with self._lock:
                     self._conversation = None
 
-    def close(self) -> None:
-        """End the link. The service takes the remaining frames; without a service they are saved as a file."""
+    def close(self, awaits_service: bool = True) -> None:
+        """End the link. The service takes the remaining frames; without a service they are saved as a file.
+
+        Args:
+            awaits_service: whether to wait for a service that is starting.
+        """
         self._closing.set()
         with self._lock:
+            self._is_abandoned = self._is_connecting and not awaits_service
             if self._conversation is not None:
                 self._is_handed_over = True
                 self._conversation.shut_down()
-        if self._thread.is_alive():
+        if self._thread.is_alive() and not self._is_abandoned:
             self._thread.join(_END_SECONDS)
         if self._is_handed_over:
             frames = b""

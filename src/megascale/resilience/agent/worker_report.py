@@ -94,5 +94,6 @@ def _describe_start(trainer: TrainerProcess) -> RankStart | None:
         is_reused=start.is_reused,
         is_standing=start.is_standing,
         left_age=measure_age(start.left_ns),
+        stepped_age=measure_age(start.stepped_ns),
         doubt=trainer.replacement_reason[:_TEXT_CHARACTERS],
     )

@@ -28,6 +28,7 @@ class RankStart(Record, frozen=True):
         groups_age, state_age: seconds since it had its communicators, and its model, optimizer and data; -1 before.
         step, source, is_reused, is_standing: as in StartReport.
         left_age: seconds since it had completed the last step of the attempt before, -1 if no order ended that attempt.
+        stepped_age: seconds since it had completed its first step, -1 before.
         doubt: why this process replaced one that had survived the fault, "" if it replaced none.
     """
 
@@ -39,6 +40,7 @@ class RankStart(Record, frozen=True):
     is_reused: bool = False
     is_standing: bool = False
     left_age: Finite = -1.0
+    stepped_age: Finite = -1.0
     doubt: Name = ""
 
 

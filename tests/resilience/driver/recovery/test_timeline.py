@@ -110,6 +110,36 @@ def test_a_join_begins_when_the_first_rank_has_completed_its_last_step():
     assert copy.last_step_seconds == pytest.approx(3.5)
 
 
+def test_the_first_step_ends_when_a_rank_has_its_results() -> None:
+    timeline = RecoveryTimeline()
+    first, second = kill_rank_1(timeline)
+    timeline.begin_attempt(100.25)
+    kept = RankStart(process_age=2.2, groups_age=1.5, state_age=1.0, stepped_age=0.25, step=7)
+    late = RankStart(process_age=2.2, groups_age=1.5, state_age=1.0, step=7)  # its status file was read earlier
+    report(first, 103.0, Worker(0, 10, "running", phase="train", step=9, start=kept))
+    report(second, 103.0, Worker(1, 12, "running", phase="train", step=8, start=late))
+
+    record = timeline.finish([first, second], 103.5)
+
+    assert record is not None
+    assert record.seconds["first step"] == pytest.approx(0.75)  # from 103.0 - 1.0 to 103.0 - 0.25
+    assert record.total == pytest.approx(3.25) == pytest.approx(sum(record.seconds.values()))
+
+
+def test_the_first_step_ends_within_the_attempt() -> None:
+    timeline = RecoveryTimeline()
+    first, _ = kill_rank_1(timeline)
+    timeline.begin_attempt(100.25)
+    start = RankStart(process_age=0.5, groups_age=0.25, state_age=0.25, stepped_age=60.0)  # the host's clock was set
+    report(first, 103.0, Worker(0, 10, "running", phase="train", step=9, start=start))
+
+    record = timeline.finish([first], 103.5)
+
+    assert record is not None
+    assert min(record.seconds.values()) >= 0
+    assert record.total == pytest.approx(0.75) == pytest.approx(sum(record.seconds.values()))
+
+
 def test_a_second_fault_before_the_first_step_belongs_to_the_same_recovery():
     timeline = RecoveryTimeline()
     nodes = kill_rank_1(timeline)

@@ -150,6 +150,7 @@ class RecoveryTimeline:
         An age in a report is the time since the end of a phase on its rank; below 0 the phase has not ended there.
         """
         reports = dict(_list_starts(nodes))  # (time received, report of the start) by rank
+        step_end = self._find_step_end(reports.values(), current_time)
         last_step_seconds = self._begin_pause(reports.values())
         seconds = {"detect": self.decided - self.fault, "decide": self.started - self.decided}
         ends = {  # times at which each phase ended on the ranks, in the order of the phases
@@ -161,10 +162,10 @@ class RecoveryTimeline:
         for phase, times in ends.items():
             if times:
                 # The slowest rank counts. Messages from several machines are late by different times.
-                end = min(current_time, max(begin, *times))
+                end = min(step_end, max(begin, *times))
                 seconds[phase] = end - begin
                 begin = end
-        seconds["first step"] = current_time - begin
+        seconds["first step"] = step_end - begin
         ready = [start for _, start in reports.values() if start.state_age >= 0]
         resumed_step = max((start.step for start in ready), default=-1)
         # Ranks that kept their state in memory (standing ranks) loaded nothing.
@@ -177,7 +178,7 @@ class RecoveryTimeline:
             cause=self.cause,
             starts=self.starts,
             seconds=seconds,
-            total=current_time - self.fault,
+            total=step_end - self.fault,
             resumed_step=resumed_step,
             lost_steps=lost_steps,
             source=source,
@@ -187,6 +188,17 @@ class RecoveryTimeline:
             last_step_seconds=last_step_seconds,
             decide_seconds=self.decide_seconds,
         )
+
+    def _find_step_end(self, reports: Iterable[tuple[float, RankStart]], current_time: float) -> float:
+        """Return when the newest attempt had completed its first step, the present time if no rank reports it.
+
+        The results of a step contain those of all ranks. The first rank that has them therefore shows its end. An age
+        counts from the receipt of its heartbeat, so the time is late by the transfer of the message.
+        """
+        ends = [received - start.stepped_age for received, start in reports if start.stepped_age >= 0]
+        if not ends:
+            return current_time
+        return min(current_time, max(self.started, min(ends)))
 
     def _begin_pause(self, reports: Iterable[tuple[float, RankStart]]) -> float:
         """Let a join begin when the first rank had completed its last step, and return the seconds until then.
