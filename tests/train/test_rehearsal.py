@@ -10,7 +10,7 @@ import torch
 from megascale.config import from_tree
 from megascale.core.batch import Batch
 from megascale.core.layout import lay_out
-from megascale.train import rehearsal
+from megascale.train import rehearsal, warm_up
 from megascale.train.engine import Engine
 from tests.exact.cases import SMALL, case
 
@@ -79,3 +79,14 @@ def test_a_rehearsal_that_fails_is_only_logged(
     monkeypatch.setattr(rehearsal, "_run_step", fail)
     assert not rehearsal.rehearse(from_tree(SMALL), CPU)
     assert f"the rehearsal of a step failed: {text}\n" in caplog.text
+
+
+def test_a_rehearsal_of_a_load_that_fails_is_only_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> bool:
+        raise RuntimeError("no thread")
+
+    monkeypatch.setattr(warm_up, "rehearse_live_load", fail)
+    assert warm_up.warm_up(from_tree(SMALL), 0, use_gpu=False) == "no GPU"
+    assert "the rehearsal of a load failed: no thread" in caplog.text

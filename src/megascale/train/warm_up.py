@@ -27,8 +27,11 @@ def warm_up(config: Config, local_rank: int, use_gpu: bool) -> str:
         The seconds of each part, and whether the step was rehearsed, as text for the log. A process that waits has no
         log yet.
     """
-    if not rehearse_live_load():
-        log.warning("the rehearsal of a load gave other elements")
+    try:
+        if not rehearse_live_load():
+            log.warning("the rehearsal of a load gave other elements")
+    except Exception as error:  # the load of the attempt raises it, if it is lasting
+        log.warning("the rehearsal of a load failed: %s", str(error) or repr(error))
     if not use_gpu or not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
         return "no GPU"
     stopwatch = Stopwatch()
