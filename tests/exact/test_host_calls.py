@@ -23,8 +23,9 @@ from tests.exact.training import RankReport, make_engine, run_step
 # With torch 2.13 it is 37,966, with 2.11 about 500 more. A change that needs more says what for.
 MOST = 40_000
 PACKAGE = str(Path(megascale.__file__).parent)
-# Calls of commit d848c03a, counted by `count_package_calls`.
-MOST_OF_PACKAGE = 2_063
+# Counted by `count_package_calls` on 28 November 2026: 2,041, and 23 more for functions that were parts of others
+# before (parallel/tensor.py, `Engine._make_runner`).
+MOST_OF_PACKAGE = 2_064
 
 
 @pytest.mark.xdist_group("processes")

@@ -658,7 +658,7 @@ class Trainer:
         if preparation.warm_up(FIRST_CALLS_SECONDS):
             seconds = time.monotonic() - begin
             memory = ""
-            if self.engine.graphs is not None:
+            if self.engine.graphs is not None and self.engine.graphs.count_captures() > 0:
                 cache_activations(preparation.target.config, preparation.target.world, device)
             if device.type == "cuda":
                 memory = f"; {torch.cuda.mem_get_info(device)[0] / 2**30:.2f} GiB of the GPU are free"
