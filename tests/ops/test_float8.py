@@ -409,6 +409,17 @@ def test_plans_beyond_the_limit_free_the_librarys_memory(fake, monkeypatch):
     assert sorted(numbers["cublasLtMatrixLayoutDestroy"]) == sorted([*a_layouts, *b_layouts, *out_layouts])
 
 
+def test_reasons_of_refused_products_have_a_limit(fake, monkeypatch):
+    monkeypatch.setattr(cublaslt, "MAX_PLANS", 2)
+    monkeypatch.setattr(cublaslt, "_refusals", {})
+    fake.status = 15
+    _, a_scale, b, b_scale = operands()
+    for M in (16, 32, 48, 64, 80):
+        out = torch.zeros(M, 48, dtype=torch.bfloat16)
+        assert "not supported" in cublaslt.multiply(out, operands(M)[0], a_scale, b, b_scale)
+        assert 1 <= len(cublaslt._refusals) <= 2
+
+
 def test_threads_that_share_a_plan_do_not_mix_their_scales(fake):
     a, _, b, _ = operands()
     out = torch.zeros(32, 48, dtype=torch.bfloat16)

@@ -197,16 +197,16 @@ def rehearse_live_load() -> bool:
     The first load of a process takes longer than later ones, because types of messages are analysed at their first use.
     Call this function in a process without groups that will join running processes, while they still train.
     """
-    kept = torch.ones(2, 2)
+    source = torch.ones(2, 2)
     loaded = torch.zeros(2, 2)
     shards = [TensorShard("rehearsal", (2, 2), (0, 0), loaded)]
-    kept_shards = [replace(shards[0], tensor=kept)]
-    live = LiveState(attempt=1, rank=0, step=1, shards=kept_shards, state={})
+    source_shards = [replace(shards[0], tensor=source)]
+    live = LiveState(attempt=1, rank=0, step=1, shards=source_shards, state={})
     peers = _RehearsalPeers()
     plan = plan_live_load(live, [], stored_sequence=0, shards=shards, peers=peers)
     if plan is not None:
         load_live(plan, live, None, shards, peers)
-    return torch.equal(kept, loaded)
+    return torch.equal(source, loaded)
 
 
 def _completes(save: MemorySave, step: int, summaries: Sequence[_Summary], has_state: bool) -> bool:

@@ -36,7 +36,7 @@ class LaunchTimes:
 
 @dataclass(frozen=True)
 class GraphDecision:
-    """Whether the ranks of a job capture CUDA graphs, and the times that decide it.
+    """Decision of the ranks of a job on CUDA graphs, and the times that decide it.
 
     Attributes:
         uses_graphs: whether the ranks that can capture do.

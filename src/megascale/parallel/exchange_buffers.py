@@ -30,7 +30,7 @@ class ExchangeBuffers:
 
     @property
     def can_lend(self) -> bool:
-        """Whether there are slots of pushed results."""
+        """True if there are slots of pushed results."""
         return bool(self._lent_memory)
 
     def view_gather(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:

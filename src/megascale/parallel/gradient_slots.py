@@ -51,7 +51,7 @@ class BackwardState(Protocol):
 
 
 class _WritePlan(NamedTuple):
-    """How the gradients of a bucket are written in a backward of one kind.
+    """Plan of the writes to a bucket's gradients in a backward of one kind.
 
     Attributes:
         zeroed: ranges of the bucket that are set to zero first, because operators add to them.
@@ -102,7 +102,7 @@ def reduce_into_shard(
 
 
 class _GradientView(NamedTuple):
-    """Where a parameter's gradient can be written.
+    """Memory in which a parameter's gradient can be written.
 
     Attributes:
         member: index of the parameter in the chunk.

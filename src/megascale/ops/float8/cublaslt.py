@@ -356,11 +356,19 @@ def _find_plan(problem: Problem, addresses: Addresses) -> Plan:
         M, K = problem.a_shape
         check_operands(M, problem.b_shape[0], K, problem.a_type, problem.b_type)
         if len(_plans) >= MAX_PLANS:
-            for other in _plans.values():
-                other.close()
+            for old_plan in _plans.values():
+                old_plan.close()
             _plans.clear()
-        plan = _plans[problem] = Plan(problem, addresses)
+        plan = Plan(problem, addresses)
+        _plans[problem] = plan
     return plan
+
+
+def _refuse(problem: Problem, reason: str) -> None:
+    """Record why cuBLASLt does not run a problem. At MAX_PLANS reasons, forget the earlier ones."""
+    if len(_refusals) >= MAX_PLANS:
+        _refusals.clear()
+    _refusals[problem] = reason
 
 
 def multiply(
@@ -419,10 +427,10 @@ def multiply(
             plan = _find_plan(problem, addresses)
             status = plan.run(addresses, _OVERWRITE_AT)
         except TrainingError as error:
-            _refusals[problem] = str(error)
+            _refuse(problem, str(error))
             return str(error)
         if status:
-            _refusals[problem] = get_library().explain("cublasLtMatmul", status) + plan.context
+            _refuse(problem, get_library().explain("cublasLtMatmul", status) + plan.context)
             return _refusals[problem]
     return ""
 
