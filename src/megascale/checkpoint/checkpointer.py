@@ -248,13 +248,31 @@ class Checkpointer:
                 self._last_sequence = plan.last_sequence
                 begin = partial(self._begin_staging, save)
                 with _short_thread_turns():
-                    result = load_live(plan, live, connection, shards, self.peers, report, accept=accept, begin=begin)
+                    result = load_live(
+                        plan,
+                        live,
+                        connection,
+                        shards,
+                        self.peers,
+                        report,
+                        accept=accept,
+                        begin=begin,
+                        slots=self._reused_slots,
+                    )
             elif save is None or save.sequence < sequence or step not in (None, save.step):
                 return None
             else:
-                result = load_memory_save(
-                    connection, save, shards, self.peers, report, accept=accept, covers_model=covers_model
-                )
+                with _short_thread_turns():
+                    result = load_memory_save(
+                        connection,
+                        save,
+                        shards,
+                        self.peers,
+                        report,
+                        accept=accept,
+                        covers_model=covers_model,
+                        slots=self._reused_slots,
+                    )
         finally:
             if connection is not None:
                 connection.close()

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,15 +38,16 @@ from megascale.checkpoint.background.service_protocol import (
     StageSnapshot,
 )
 from megascale.checkpoint.background.staging import StagingSlot, make_rank_index
+from megascale.checkpoint.copies import ShardCopier
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.format.write_plan import make_offer, make_plan
 from megascale.checkpoint.saver import get_dtype_name
 from megascale.checkpoint.storage.base import PAGE
-from megascale.errors import FitError
+from megascale.errors import DataError, FitError
 from megascale.services.conversation import Conversation, read_peer_credentials
 from tests.checkpoint.background.conftest import await_other, background, large_state
 from tests.checkpoint.background.test_pages import resident
-from tests.checkpoint.conftest import blank, cut, full_shards, logical_state, run_group
+from tests.checkpoint.conftest import assert_same, blank, cut, full_shards, logical_state, run_group
 
 NOTHING = CheckpointIndex.make_empty()
 
@@ -112,6 +114,37 @@ def test_staging_memory_that_a_process_has_kept_serves_its_next_checkpointer(run
     assert second.save(3, {"step": 3}, persist=False)
     second.finish(run_ended=False)
     assert Checkpointer(config, run, full_shards(logical_state(8))).load() == {"step": 3}
+
+
+def test_a_process_loads_its_snapshot_from_its_own_slot_and_finds_damage_there(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = background(memory_interval=1, memory_wait=True)
+    first = Checkpointer(config, run, full_shards(logical_state(1)))
+    assert first.save(1, {"step": 1}, persist=False)
+    slots = list(first.leave())
+    copied_bytes: list[int] = []
+    copy_memory = ShardCopier._copy_memory
+
+    def count_and_copy(copier: ShardCopier, memory: np.ndarray, *rest: Any) -> int:
+        copied_bytes.append(memory.nbytes)
+        return copy_memory(copier, memory, *rest)
+
+    monkeypatch.setattr(ShardCopier, "_copy_memory", count_and_copy)
+    tensors = blank(logical_state())
+    assert Checkpointer(config, run, full_shards(tensors), reused_slots=slots).load() == {"step": 1}
+    assert_same(tensors, logical_state(1))
+    assert sum(copied_bytes) == sum(tensor.nbytes for tensor in tensors.values())
+    name = "model.embedding.weight"
+    content = tensors[name].numpy().tobytes()
+    for slot in slots:
+        position = slot.map.find(content)
+        if position >= 0:
+            slot.map[position] ^= 1
+    damaged = Checkpointer(config, run, full_shards(tensors), reused_slots=slots)
+    with pytest.warns(UserWarning, match="is damaged"), pytest.raises(DataError, match=f"other bytes for {name}"):
+        damaged.load()
+    assert not tensors[name].any()
 
 
 def _resize(rank: int, size: int, run: Path, reserve: float) -> Any:

@@ -276,6 +276,13 @@ class StagingSlot:
             self.free.set()
         self.prepared.set()
 
+    @property
+    def copyable_memory(self) -> np.ndarray | None:
+        """Return the memory ([size] uint8) if the device can copy from it directly, else None."""
+        if self._device.type == "cuda" and not self._is_page_locked:
+            return None
+        return np.frombuffer(self.map, np.uint8)
+
     def page_lock(self) -> bool:
         """Page-lock the memory at the first call if a device copies into it, and return whether it is page-locked.
 
