@@ -136,3 +136,23 @@ def test_a_rank_with_graphs_requests_memory_for_eager_steps(spare_bytes, is_requ
     monkeypatch.setattr(torch, "empty", lambda size, **_: requests.append(size))
     assert device_reserve.cache_activations(resolved, 4, torch.device("cuda", 0)) == is_requested
     assert requests == [activations] * is_requested
+
+
+def test_a_new_engine_requests_memory_for_its_first_step(monkeypatch) -> None:
+    resolved = resolve([], world=4)
+    activations = estimate_reserve(resolved, 4, PLENTY).activations
+    requests: list[int] = []
+    resets: list[torch.device] = []
+    monkeypatch.setattr(device_reserve, "_divides_blocks", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (PLENTY, PLENTY))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
+    monkeypatch.setattr(torch, "empty", lambda size, **_: requests.append(size))
+    device = torch.device("cuda", 0)
+    assert device_reserve.cache_first_step(resolved, 4, device)
+    assert requests[0] == activations
+    assert requests[1:] == [device_reserve._SMALL_TENSOR_BYTES] * device_reserve._SMALL_TENSORS
+    assert resets == [device]  # the request is no peak of training
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (activations, PLENTY))
+    assert not device_reserve.cache_first_step(resolved, 4, device)
+    assert not device_reserve.cache_first_step(resolved, 4, torch.device("cpu"))
+    assert len(resets) == 1

@@ -101,10 +101,8 @@ class DeviceReserve:
     def __init__(self, sizes: ReservedBytes, device: torch.device) -> None:
         state = torch.empty(sizes.state, dtype=torch.uint8, device=device)
         self._activations: torch.Tensor | None = torch.empty(sizes.activations, dtype=torch.uint8, device=device)
-        small_tensors = [
-            torch.empty(_SMALL_TENSOR_BYTES, dtype=torch.uint8, device=device) for _ in range(_SMALL_TENSORS)
-        ]
-        del state, small_tensors
+        _cache_small_segments(device)
+        del state
         self.sizes = sizes
         self._device = device
 
@@ -160,6 +158,28 @@ def cache_activations(config: Config, world: int, device: torch.device) -> bool:
         log.warning("memory for eager steps was not requested: %s", error)
         return False
     return True
+
+
+def cache_first_step(config: Config, world: int, device: torch.device) -> bool:
+    """Let torch's allocator request the memory of the first step of a new engine, and return whether it did.
+
+    A process that replaces a lost rank waits for its state after it has allocated it. Peaks of memory count from now
+    on.
+
+    Args:
+        config, world: as for `estimate_reserve`.
+    """
+    if not cache_activations(config, world, device):
+        return False
+    _cache_small_segments(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return True
+
+
+def _cache_small_segments(device: torch.device) -> None:
+    """Let torch's allocator request segments for small tensors."""
+    small_tensors = [torch.empty(_SMALL_TENSOR_BYTES, dtype=torch.uint8, device=device) for _ in range(_SMALL_TENSORS)]
+    del small_tensors  # all exist at the same time, so that no two have the same memory
 
 
 def describe_reserve(reserve: DeviceReserve | None) -> str:

@@ -46,7 +46,12 @@ from megascale.train.callbacks import Callbacks, RunView
 from megascale.train.check_cost import CheckCost
 from megascale.train.checkpoint_policy import CheckpointPolicy
 from megascale.train.claim import take_run_locks
-from megascale.train.device_reserve import UNCACHED_BYTES, cache_activations, count_cached_bytes
+from megascale.train.device_reserve import (
+    UNCACHED_BYTES,
+    cache_activations,
+    cache_first_step,
+    count_cached_bytes,
+)
 from megascale.train.ending import Ending, Interrupts
 from megascale.train.engine import Engine
 from megascale.train.evaluation import Evaluation, evaluate_file
@@ -439,6 +444,8 @@ class Trainer:
         if self.parking is not None:
             self.parking.hold_updates(self.engine)
             self.parking.release_reserve()
+            if can_rejoin and retained is None:
+                cache_first_step(self.config, self.rank_info.world, self.rank_info.device)
 
     def _await_predecessors(self) -> None:
         """Wait until killed processes have freed the memory that this process needs, if the agent has named any."""
