@@ -337,6 +337,8 @@ class Trainer:
         self._stopwatch.end_phase("feed")
         check_parts(config, info.device)
         self._make_engine(earlier_choices)
+        if self.parking is not None:
+            self.engine.runtime.check_orders = self.parking.check
         self._stopwatch.end_phase("engine")
         shards = [checkpoint.TensorShard(*fields) for fields in self.engine.logical_tensors()]
         if early_slots is not None:
