@@ -54,6 +54,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 from itertools import pairwise
@@ -67,6 +68,7 @@ from megascale.core.layout import lay_out
 from megascale.core.preflight import checkpoint_bytes
 from megascale.core.recovery_record import PHASES, RecoveryRecord, format_numbers
 from megascale.core.status import read_status
+from megascale.errors import FitError
 from megascale.resilience.driver.start_driver import prepare
 from tests.chaos.local.fault_cases import CASES
 
@@ -282,8 +284,14 @@ def run(
 ) -> None:
     """Start the job and kill one after the other; `record` is written after each."""
     file = make(folder)
-    layers = inputs.layers or fitting(file, settings)
-    config, size = prepare(load_command_line(str(file), settings + [f"--model.layers={layers}"]))
+    kinds = [kind for kind, _ in missing]
+    try:
+        layers = inputs.layers or fitting(file, settings)
+        config, size = prepare(load_command_line(str(file), settings + [f"--model.layers={layers}"]))
+    except FitError as error:
+        sys.exit(explain_misfit(error, kinds))
+    if "lost-node" in kinds and not config.resilience.spares:
+        sys.exit("--kind lost-node needs a spare node: set --resilience.spares=1, or use --kind node")
     estimate = estimate_first_kill(checkpoint_bytes(config) / size.world, missing[0][0], inputs.steps, record["starts"])
     print(f"estimate until the end of the first recovery: {describe_parts(estimate)}", flush=True)
     if inputs.seconds < sum(estimate.values()):
@@ -366,6 +374,14 @@ def run(
             finish(job)
             if inputs.logs:
                 collect_logs(job, inputs.logs)
+
+
+def explain_misfit(error: FitError, kinds: Sequence[str]) -> str:
+    """Return why no job of these kinds of kill can start, as a line with the alternative."""
+    text = " ".join(str(error).split())
+    if "lost-node" in kinds:
+        text += "; --kind node needs no spare and no GPUs for it (omit --resilience.spares)"
+    return text
 
 
 def estimate_first_kill(state_bytes: float, kind: str, steps: int, starts: list[float]) -> dict[str, float]:
@@ -699,10 +715,9 @@ def make(folder: Path) -> Path:
 
 
 def fitting(file: Path, settings: list[str]) -> int:
-    """Half of the model's layers, or the most below that GPUs and memory hold; SystemExit if none do."""
+    """Half of the model's layers, or the most below that GPUs and memory hold; FitError if none do."""
     from megascale.core.capacity import Capacity
     from megascale.core.preflight import HostShare, check_host
-    from megascale.errors import FitError
 
     local = Capacity.measure(gpus=True)
     less = replace(
@@ -721,7 +736,7 @@ def fitting(file: Path, settings: list[str]) -> int:
             return layers
         except FitError as error:
             why = str(error)
-    sys.exit(f"not one layer fits: {why}")
+    raise FitError(f"not one layer fits: {why}")
 
 
 def summarise_kill(row: dict[str, Any]) -> dict[str, Any]:

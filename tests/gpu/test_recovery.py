@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from benchmarks.harness import launched
 from megascale.core.capacity import Capacity
+from megascale.errors import FitError
 from megascale.resilience.driver import start_driver
 from tests.forked import NEW_SERVICES, PACED, Forked
 from tests.gpu import recovery
@@ -101,8 +103,29 @@ def test_as_many_layers_as_the_machine_holds(tmp_path, monkeypatch):
     assert layers(1000, 139) == 20
     assert layers(256, 139) < layers(256, 139, "--checkpoint.slots=1") < 20
     assert layers(1000, 70) < 20
-    with pytest.raises(SystemExit, match="not one layer fits"):
+    with pytest.raises(FitError, match="not one layer fits"):
         layers(8, 139)
+
+
+@pytest.mark.parametrize("layers", [[], ["--layers=14"]])
+@pytest.mark.parametrize(
+    ("spares", "message"),
+    [
+        (["--resilience.spares=1"], "3 nodes and spares share 2 GPUs.*; --kind node needs no spare"),
+        ([], "--kind lost-node needs a spare node: set --resilience.spares=1"),
+    ],
+)
+def test_a_lost_node_without_gpus_for_its_spare_is_refused_in_a_line(
+    tmp_path, monkeypatch, layers: list[str], spares: list[str], message: str
+):
+    capacity = Capacity(memory=1000 << 30, memory_from="MemAvailable", cores=32, gpu_memory=139 << 30)
+    monkeypatch.setattr(Capacity, "measure", lambda **_: capacity)
+    monkeypatch.setattr(start_driver, "count_gpus", lambda: 2)
+    arguments = ["--kind=lost-node", "--kills=1", f"--out={tmp_path / 'recovery.json'}"]
+    with pytest.raises(SystemExit) as end:
+        recovery.main(arguments + layers + spares)
+    assert re.search(message, str(end.value))
+    assert "\n" not in str(end.value)
 
 
 def test_jobs_of_one_call_have_gpus_settings_and_files_of_their_own(monkeypatch, tmp_path):
