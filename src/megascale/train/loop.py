@@ -3,13 +3,14 @@
 Where the parts are, in this package unless a path says otherwise:
 
     data                 step_data.py, data/loader/feed.py
+    model                engine_parts.py, stage_model.py
     forward, backward    engine.py (`Engine.step`), chunk_forward.py
     optimizer            engine.py (`Engine._update`), optim/optimizer.py
     evaluation           evaluation_policy.py, evaluation.py
     checkpoints          checkpoint_policy.py, state_loading.py, resume.py, checkpoint/checkpointer.py
     metrics              step_records.py, skipped_steps.py, reporter.py
     start                attempt.py, start_summary.py, first_steps.py
-    recovery             parking.py, state_retention.py, next_groups.py
+    recovery             parking.py, state_retention.py, engine_rejoin.py, next_groups.py
     stop                 stop_requests.py, ending.py
 """
 

@@ -25,6 +25,13 @@ from megascale.train.attempt import Attempt
 from megascale.train.attention_choice import Choices
 from megascale.train.device_reserve import UNCACHED_BYTES, count_cached_bytes
 from megascale.train.engine import Engine
+from megascale.train.engine_rejoin import (
+    find_complete_step,
+    find_rejoin_obstacle,
+    find_state_obstacle,
+    leave_groups,
+    rejoin_groups,
+)
 from megascale.train.parking import Parking, RetainedState
 from megascale.train.rank_info import RankInfo
 from megascale.train.run_folder import RunFolder
@@ -88,7 +95,7 @@ class StateRetention:
             if engine is not None:
                 assert self._attempt.groups is not None
                 self._attempt.engine = engine
-                engine.rejoin(self._attempt.groups, earlier_choices)
+                rejoin_groups(engine, self._attempt.groups, earlier_choices)
                 self.has_rejoined = True
                 self.needs_state = True
                 return engine
@@ -179,7 +186,7 @@ class StateRetention:
     def can_keep(self, engine: Engine, checkpointer: checkpoint.Checkpointer) -> bool:
         """Return whether all ranks can keep their state in memory until the next attempt. Collective."""
         assert self._parking is not None
-        can_keep = not self._parking.doubt and not engine.find_state_obstacle()
+        can_keep = not self._parking.doubt and not find_state_obstacle(engine)
         device = self._rank_info.device
         if can_keep and device.type == "cuda":
             kept_bytes = sum(shard.tensor.nbytes for shard in checkpointer.shards)
@@ -204,7 +211,7 @@ class StateRetention:
         parking = self._parking
         assert parking is not None
         parking.end_leaving_phase("observers")
-        obstacle = engine.find_state_obstacle()
+        obstacle = find_state_obstacle(engine)
         if obstacle:
             log.info("this process stays for the next attempt, which loads the state: %s", obstacle)
             parking.retained = RetainedState(checkpointer.leave())
@@ -212,7 +219,7 @@ class StateRetention:
         live = checkpointer.keep_state(self._attempt.number)
         try:
             engine.close(failed=True)
-            engine.leave_groups(has_abort=not parking.keeps_groups, end_phase=parking.end_leaving_phase)
+            leave_groups(engine, has_abort=not parking.keeps_groups, end_phase=parking.end_leaving_phase)
             live = replace(live, step=self._find_complete_step(engine, step))
             parking.end_leaving_phase("step")
         finally:
@@ -225,7 +232,7 @@ class StateRetention:
             state = describe_state()
             if live.step == state.get("step"):
                 live = replace(live, state=state)
-        obstacle = engine.find_rejoin_obstacle()
+        obstacle = find_rejoin_obstacle(engine)
         if obstacle:
             log.info("this process stays for the next attempt, which makes a new engine: %s", obstacle)
             parking.retained = RetainedState(slots, replace(live, is_in_place=False))
@@ -238,4 +245,4 @@ class StateRetention:
             return -1
         if self.keeps_state:
             return step  # the ranks left together, after a complete step
-        return engine.find_complete_step()
+        return find_complete_step(engine)
