@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 from megascale import checkpoint
 from megascale.checkpoint.object_collectives import Peers
@@ -10,6 +11,7 @@ from megascale.config import Config
 from megascale.core.group_names import make_attempt_suffix
 from megascale.errors import ConfigError, MegascaleError, error_class_name, make_error
 from megascale.rendezvous.groups import Groups, shutdown
+from megascale.rendezvous.prepared_groups import GroupPreparation
 from megascale.rendezvous.start_job import initialise
 from megascale.train.claim import take_run_locks
 from megascale.train.ending import Ending
@@ -102,19 +104,25 @@ class Attempt:
     def _make_groups(self) -> Groups:
         """Meet the other ranks. Raises LeaveAttempt if the agent orders this rank to leave meanwhile."""
         info, parking = self._rank_info, self._parking
+        check: Callable[[], None] | None = None
+        name_suffix = ""
+        preparation: GroupPreparation | None = None
         try:
             if parking is not None:
                 parking.watch_start()
+                check = parking.check
+                name_suffix = make_attempt_suffix(self.number)
+                preparation = parking.preparation
             return initialise(
                 self._config,
                 rank=info.rank,
                 world=info.world,
                 local_rank=info.local_rank,
                 device=info.device,
-                check=None if parking is None else parking.check,
-                name_suffix="" if parking is None else make_attempt_suffix(self.number),
+                check=check,
+                name_suffix=name_suffix,
                 exchanges_state=parking is not None and self.number > 1,
-                preparation=None if parking is None else parking.preparation,
+                preparation=preparation,
             )
         except Exception:
             if parking is not None:

@@ -32,7 +32,6 @@ from megascale.core.spans import SpanKind
 from megascale.core.status import StartReport
 from megascale.core.stopwatch import Stopwatch
 from megascale.data.dataset.formats import find_sample_fields
-from megascale.data.dataset.read_checksum import ReadTotals
 from megascale.data.loader.feed import open_feed
 from megascale.errors import ConfigError, DataError, TrainingError
 from megascale.ops.compile_count import count_compilations
@@ -59,7 +58,7 @@ from megascale.train.reporter import Reporter
 from megascale.train.resume import ResumeGuard
 from megascale.train.run_folder import RunFolder
 from megascale.train.skipped_steps import SkippedSteps
-from megascale.train.snapshot_reserve import compute_snapshot_reserve, order_slots
+from megascale.train.snapshot_reserve import order_slots
 from megascale.train.start_summary import StartSummary, measure_documents
 from megascale.train.state_loading import StateLoader
 from megascale.train.state_retention import StateRetention
@@ -72,8 +71,7 @@ from megascale.train.weights import WeightWatch
 
 log = logging.getLogger("megascale.train")
 
-# Before a rank leaves the attempt, it tries at most this many times to begin a copy of the state, with this pause after
-# each try.
+# Tries of a rank that leaves the attempt to begin a copy of the state, and the pause after each try.
 _MAX_SAVE_TRIES = 100
 _SAVE_TRY_SECONDS = 0.05
 
@@ -184,9 +182,7 @@ class Trainer:
     def _finish(self) -> TrainResult:
         """Evaluate a finished run, and report the end."""
         finished = self.step >= self.config.train.steps
-        evaluation = None
-        if finished:
-            evaluation = self._evaluate(is_last=True)
+        evaluation = self._evaluate(is_last=True) if finished else None
         self.reporter.write_last_event(Event.RUN_FINISHED, step=self.step, finished=finished)
         self.status.update("done", self.step)
         return TrainResult(self.step, finished, self._loss, evaluation)
@@ -393,10 +389,9 @@ class Trainer:
             early_slots = order_slots(config, info)
         if early_slots is not None:
             resources.callback(early_slots.close)
+        store = None
         if self.attempt.groups is not None:
             store = self.attempt.groups.store
-        else:
-            store = None
         self.feed = open_feed(self.layout, info.rank, info.local_rank, info.local_world, info.device, store)
         resources.callback(self.feed.close)
         earlier_choices: attention_choice.Choices = {}
@@ -410,28 +405,12 @@ class Trainer:
         self.engine = self.retention.make_engine(earlier_choices, self.feed.fields)
         self.data = StepData(self.feed, self.engine.runtime)
         self._stopwatch.end_phase("engine")
-        self._make_checkpointer(early_slots)
+        self.checkpointer = self.retention.make_checkpointer(self.engine, early_slots)
         if self.parking is not None:
             resources.callback(self._retain_state)
         self.checkpoint_policy = CheckpointPolicy(config.checkpoint, self.checkpointer, self.reporter)
         self.resume_guard = ResumeGuard(config, self.folder, self.checkpointer.peers)
         self._make_checks()
-
-    def _make_checkpointer(self, early_slots: checkpoint.EarlySlots | None) -> None:
-        """Make the checkpointer of this rank's shards, with the staging memory that exists already."""
-        shards = [checkpoint.TensorShard(*fields) for fields in self.engine.logical_tensors()]
-        if early_slots is not None:
-            self.retention.slots = early_slots.take()
-        self.checkpointer = checkpoint.Checkpointer(
-            self.config.checkpoint,
-            self.folder.path,
-            shards,
-            reused_slots=self.retention.slots,
-            reserve=compute_snapshot_reserve(self.config),
-            check=self.parking.check if self.parking is not None else lambda: None,
-            side_group=self.attempt.groups.side if self.attempt.groups is not None else None,
-        )
-        self.retention.slots = ()
 
     def _make_checks(self) -> None:
         """Make the checks of weights and replays that are configured, and the injector of faults."""
@@ -469,7 +448,7 @@ class Trainer:
         resources.callback(self.attempt.synchronize)
         self.status = self.telemetry.status
         self.status.start = self._start
-        self.ending.status = self.telemetry.status
+        self.ending.status = self.status
         self.next_groups = NextGroups(
             self.attempt, info, self.engine, self.parking, clock=self.clock, requests=self.requests
         )
@@ -501,12 +480,7 @@ class Trainer:
         self._resumes_evaluation = bool(state.get("awaits_evaluation"))
         if self.replay_check is not None:
             self.replay_check.checked_step = state.get("replayed", self.step)
-        read_totals = ReadTotals.from_record(state.get("read"))
-        if read_totals is None or self.resume_guard.data_changed:
-            # The samples are different now, so the totals start again. Only rank 0 has `data_changed`, and only rank 0
-            # writes the ledger.
-            read_totals = ReadTotals(first=self.consumed_samples)
-        self.records.read_totals = read_totals
+        self.records.restore_totals(state, self.consumed_samples, is_new_data=self.resume_guard.data_changed)
 
     def _begin_training(self, resources: contextlib.ExitStack) -> int:
         """Prepare the first step of this start, and return the number of its last one."""

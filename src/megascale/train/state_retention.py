@@ -35,9 +35,10 @@ from megascale.train.engine_rejoin import (
 from megascale.train.parking import Parking, RetainedState
 from megascale.train.rank_info import RankInfo
 from megascale.train.run_folder import RunFolder
+from megascale.train.snapshot_reserve import compute_snapshot_reserve
 
 log = logging.getLogger("megascale.train")
-_SPARE_DEVICE_BYTES = 2 << 30  # of a GPU, beside the kept state and a new engine: communicators and transfers
+_SPARE_DEVICE_BYTES = 2 << 30  # of a GPU, next to the kept state and a new engine: communicators and transfers
 
 
 class StateRetention:
@@ -50,7 +51,6 @@ class StateRetention:
     Attributes:
         live: state that this process has retained, to be loaded; None if the process ends with its attempt.
         stored: newest commit in storage, if it was read before the load.
-        slots: retained staging memory for snapshots, until the checkpointer takes it.
         has_rejoined: whether the engine has outlived an attempt.
         needs_state: whether the engine has no initial weights, so that a state must be loaded.
         has_state: whether the state of a step is complete in the engine.
@@ -63,7 +63,7 @@ class StateRetention:
     ) -> None:
         self.live: LiveState | None = None
         self.stored: checkpoint.StoredState | None = None
-        self.slots: Sequence[StagingSlot] = ()
+        self._slots: Sequence[StagingSlot] = ()  # retained staging memory, until the checkpointer takes it
         self.has_rejoined = False
         self.needs_state = False
         self.has_state = False
@@ -117,17 +117,19 @@ class StateRetention:
 
     def _take_engine(self, retained: RetainedState, *, can_rejoin: bool) -> Engine | None:
         """Take slots, state and engine out of `retained`. Return None if the engine does not fit this attempt."""
-        self.slots = retained.slots
+        self._slots = retained.slots
         self.live = retained.live
         engine = retained.engine
         retained.engine = None
         if engine is None or not can_rejoin or self._attempt.groups is None:
             return None
         is_same = retained.rank == self._rank_info.rank and engine.layout == self._layout
-        return engine if is_same else None
+        if not is_same:
+            return None
+        return engine
 
     def _keep_shards(self, retained: RetainedState) -> None:
-        """Keep the retained state beside a new engine, unless the device's memory does not suffice.
+        """Keep the retained state next to a new engine, unless the device's memory does not suffice.
 
         The retained buffers do not fit the parameters that this rank has now. Its shards of the state stay until the
         ranks that need them have received them.
@@ -180,6 +182,34 @@ class StateRetention:
         if self._rank_info.rank == 0:
             location = self._layout.config.checkpoint.location or self._folder.checkpoints
             self.unconfirmed_note = replay_response.skip_unconfirmed_states(self._folder, location)
+
+    def make_checkpointer(self, engine: Engine, early_slots: checkpoint.EarlySlots | None) -> checkpoint.Checkpointer:
+        """Return the checkpointer of this rank's shards, with the staging memory that exists already.
+
+        Args:
+            early_slots: staging memory that was ordered before the engine existed; None if none was ordered.
+        """
+        config, groups = self._layout.config, self._attempt.groups
+        shards = [checkpoint.TensorShard(*fields) for fields in engine.logical_tensors()]
+        if early_slots is not None:
+            self._slots = early_slots.take()
+        check: Callable[[], None] = lambda: None
+        if self._parking is not None:
+            check = self._parking.check
+        side_group = None
+        if groups is not None:
+            side_group = groups.side
+        checkpointer = checkpoint.Checkpointer(
+            config.checkpoint,
+            self._folder.path,
+            shards,
+            reused_slots=self._slots,
+            reserve=compute_snapshot_reserve(config),
+            check=check,
+            side_group=side_group,
+        )
+        self._slots = ()
+        return checkpointer
 
     # the end of an attempt --------------------------------------------------------------------------------------
 

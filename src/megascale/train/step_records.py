@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,6 @@ class StepRecords:
 
     Attributes:
         totals: totals up to the last step whose results were read, as they are saved with the state.
-        read_totals: totals over the samples of these steps.
         flops: FLOPs per token under data.document_mask; None otherwise.
     """
 
@@ -101,7 +101,7 @@ class StepRecords:
         status: StatusFile,
     ) -> None:
         self.totals: dict[str, Any] = {}
-        self.read_totals = ReadTotals()
+        self._read_totals = ReadTotals()  # totals over the samples of these steps
         self.flops: FlopCount | None = None
         self._config = layout.config
         self._tokens_per_step = layout.tokens_per_step
@@ -114,6 +114,19 @@ class StepRecords:
         self._peak_flops = peak_tflops or device_peak_tflops(find_device_kind(rank_info.device))
         # The driver sets MISSING_VARIABLE in the environment of ranks that train while replicas have no host.
         self._missing_share = float(os.environ.get(MISSING_VARIABLE) or 0.0)  # fraction of replicas without a host
+
+    def restore_totals(self, state: Mapping[str, Any], first_sample: int, *, is_new_data: bool) -> None:
+        """Continue the totals of a saved state.
+
+        Args:
+            first_sample: number of the next sample.
+            is_new_data: whether the samples differ from those before, so that the totals start again. Only rank 0 knows
+                this, and only rank 0 writes the ledger.
+        """
+        read_totals = ReadTotals.from_record(state.get("read"))
+        if read_totals is None or is_new_data:
+            read_totals = ReadTotals(first=first_sample)
+        self._read_totals = read_totals
 
     def begin(self, step: int, rate: float, result: StepResult, *, first_sample: int, tokens: int) -> PendingStep:
         """Return the record of a step whose operations are queued.
@@ -183,13 +196,13 @@ class StepRecords:
     def write(self, pending: PendingStep, numbers: StepNumbers) -> None:
         """Write a completed record to the ledger of samples and the metrics, and count the step."""
         global_batch = self._config.train.global_batch
-        self.read_totals.sums += sum_step(numbers.read_checksum, global_batch)
+        self._read_totals.sums += sum_step(numbers.read_checksum, global_batch)
         self._reporter.write_samples(
-            pending.step, pending.first_sample, global_batch, pending.sample_ids, self.read_totals.to_record()
+            pending.step, pending.first_sample, global_batch, pending.sample_ids, self._read_totals.to_record()
         )
         self._reporter.write_metrics(pending.record)
         self.count(pending.step, pending.first_sample + global_batch, pending.record["tokens"])
 
     def count(self, step: int, samples: int, tokens: int) -> None:
         """Store the totals up to a step whose results were read."""
-        self.totals = {"step": step, "samples": samples, "tokens": tokens, "read": self.read_totals.to_record()}
+        self.totals = {"step": step, "samples": samples, "tokens": tokens, "read": self._read_totals.to_record()}
