@@ -91,10 +91,12 @@ class GpuHealth:
 
     def _open(self) -> None:
         """Open NVML, find the GPUs, and observe their Xid errors. Raises an error if NVML is unavailable."""
+        start_time = time.monotonic()
         self._nvml = self._nvml or importlib.import_module("pynvml")
         self._nvml.nvmlInit()
         self._handles = _find_visible_gpus(self._nvml)
         self._xids = XidWatch(self._nvml, self._handles)
+        log.info("NVML was opened in %.2f s", time.monotonic() - start_time)
 
     def _run(self) -> None:
         """Open NVML, and answer requests until `close`. Runs in the thread."""
