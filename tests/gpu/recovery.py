@@ -533,6 +533,7 @@ def kill(job: Launched, kind: str, deadline: float, kills: list[float], *, steps
     ranks = sorted(int(path.stem.partition("-")[2]) for path in (job.run / "status").glob("rank-*.calls"))
     node = next(e for e in reversed(events) if e.kind == "attempt_started").nodes[-1]
     step_seconds = list_step_seconds(job)
+    complete_step = read_steps(job)[-1]["step"]
     first_steps = job.read_first_steps()
     with Steps(job) as watched_steps, Stacks(job.run) as stacks:
         injected = time.time()
@@ -568,6 +569,8 @@ def kill(job: Launched, kind: str, deadline: float, kills: list[float], *, steps
     row["first_steps"] = await_first_steps(job, first_steps, deadline)
     resumed = next((e for e in reversed(job.trainer_events()) if e["event"] == "resumed"), {})
     row |= {key: resumed.get(key) for key in ("loaded_from", "load_seconds", "read_bytes", "sent_bytes")}
+    if "lost" in row:
+        row["lost"] = count_lost_steps(row["lost"], complete_step, resumed.get("step"))
     row["stacks"] = stacks.since(injected)
     row["events"] = [f"{e.time - injected:.2f} s {e.kind}: {'; '.join(e.evidence)[:200]}" for e in fresh]
     if repeated is None:
@@ -595,9 +598,27 @@ def list_step_seconds(job: Launched) -> list[float]:
 
     The first steps also wait until memory for snapshots is cleared, mapped and page-locked.
     """
-    records = [json.loads(line) for line in (job.run / "metrics.jsonl").read_text().splitlines()]
-    times = [record["time"] for record in records if "loss" in record][-MEASURED_STEPS - 1 :]
+    times = [record["time"] for record in read_steps(job)][-MEASURED_STEPS - 1 :]
     return [end - start for start, end in pairwise(times)]
+
+
+def read_steps(job: Launched) -> list[dict[str, Any]]:
+    """Return the records of the steps whose results rank 0 has read."""
+    records = [json.loads(line) for line in (job.run / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if "loss" in record]
+
+
+def count_lost_steps(reported: int, complete_step: int, resumed_step: int | None) -> int:
+    """Return the number of repeated steps.
+
+    Args:
+        reported: number by the driver, whose newest heartbeat before the kill may be up to a second old.
+        complete_step: last step whose results rank 0 had read at the kill.
+        resumed_step: step of the loaded state; None if it is unknown.
+    """
+    if resumed_step is None:
+        return reported
+    return max(reported, complete_step - resumed_step)
 
 
 def make_waterfall(injected: float, verdict: Any, recovered: Any) -> dict[str, Any]:

@@ -71,6 +71,13 @@ def test_a_rank_and_a_node_are_killed_and_timed_by_phase_and_what_is_there_is_ke
         recovery.main(arguments + ["--train.micro_batch=4"])
 
 
+@pytest.mark.parametrize(
+    ("reported", "complete_step", "resumed_step", "lost"), [(0, 8, 7, 1), (1, 7, 7, 1), (0, 7, 8, 0), (2, 9, None, 2)]
+)
+def test_lost_steps_count_from_the_newest_complete_step(reported, complete_step, resumed_step, lost):
+    assert recovery.count_lost_steps(reported, complete_step, resumed_step) == lost
+
+
 def test_the_first_kill_needs_30_seconds_and_later_ones_go_by_those_measured():
     assert recovery.find_time_obstacle(33.0, []) == ""
     assert recovery.find_time_obstacle(8.0, [5.0, 6.0]) == ""
