@@ -59,6 +59,7 @@ class StartReport:
         left_ns: time at which this process had completed the last step of the attempt before, if it was ordered to
             leave that attempt after a step; otherwise 0.
         stepped_ns: time at which the results of the first step of this start had come from the device; 0 before.
+        kept_step: step of the state that this process has kept from the attempt before; 0 if it has kept none.
     """
 
     process_ns: _Time
@@ -70,6 +71,7 @@ class StartReport:
     is_standing: bool = False
     left_ns: _Time = 0
     stepped_ns: _Time = 0
+    kept_step: _Step = 0
 
 
 @dataclass(frozen=True)

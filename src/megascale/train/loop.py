@@ -128,7 +128,12 @@ class Trainer:
         count_compilations()
         self._start = StartReport(time.time_ns())
         if parking is not None:
-            self._start = replace(self._start, is_reused=parking.is_reused, left_ns=parking.left_ns)
+            self._start = replace(
+                self._start,
+                is_reused=parking.is_reused,
+                left_ns=parking.left_ns,
+                kept_step=parking.find_kept_step(),
+            )
             parking.left_ns = 0
         self._stopwatch = Stopwatch()  # of the start, from the groups on
         self._data_notes: list[str] = []
