@@ -334,15 +334,16 @@ class Trainer:
         self._make_engine(earlier_choices)
         self._stopwatch.end_phase("engine")
         shards = [checkpoint.TensorShard(*fields) for fields in self.engine.logical_tensors()]
+        check = self.parking.check if self.parking is not None else lambda: None
         if early_slots is not None:
-            self._reused_slots = early_slots.take()
+            self._reused_slots = early_slots.take(check)
         self.checkpointer = checkpoint.Checkpointer(
             config.checkpoint,
             self.folder.path,
             shards,
             reused_slots=self._reused_slots,
             reserve=compute_snapshot_reserve(config),
-            check=self.parking.check if self.parking is not None else lambda: None,
+            check=check,
             side_group=self.groups.side if self.groups is not None else None,
         )
         self._reused_slots = ()

@@ -572,13 +572,12 @@ def test_no_memory_is_ordered_early_if_an_ended_process_has_less(run: Path) -> N
     second.finish(run_ended=False)
 
 
-def test_an_early_order_that_the_service_does_not_answer_is_left_to_the_checkpointer(
-    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Without a limit, the start would wait for the answer for ever."""
-    monkeypatch.setattr(early_slots, "_REPLY_SECONDS", 0.5)
+@contextlib.contextmanager
+def stop_services(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Stop each service to which a thread connects until the context ends. Yield an event that a stop sets."""
     connect = service.connect_checkpoint_service
     stopped: list[int] = []
+    has_stopped = threading.Event()
 
     def connect_and_stop(*arguments: Any) -> Conversation:
         connection = connect(*arguments)
@@ -586,16 +585,45 @@ def test_an_early_order_that_the_service_does_not_answer_is_left_to_the_checkpoi
         os.kill(pid, signal.SIGSTOP)
         stopped.append(pid)
         await_other(lambda: all(is_stopped(task) for task in Path(f"/proc/{pid}/task").iterdir()))
+        has_stopped.set()
         return connection
 
     monkeypatch.setattr(service, "connect_checkpoint_service", connect_and_stop)
     try:
-        early = EarlySlots(background(), run, rank=0, size=PAGE, reserved=PAGE, spare=0, device=torch.device("cpu"))
-        assert early.take() == []
+        yield has_stopped
     finally:
         for pid in stopped:
             os.kill(pid, signal.SIGCONT)
+
+
+def test_an_early_order_that_the_service_does_not_answer_is_left_to_the_checkpointer(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a limit, the start would wait for the answer for ever."""
+    monkeypatch.setattr(early_slots, "_REPLY_SECONDS", 0.5)
+    with stop_services(monkeypatch):
+        early = EarlySlots(background(), run, rank=0, size=PAGE, reserved=PAGE, spare=0, device=torch.device("cpu"))
+        assert early.take() == []
     assert "staging memory was not prepared: timed out" in caplog.text
+
+
+def test_a_rank_that_must_leave_does_not_wait_for_its_early_order(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent may order the rank to leave while the service does not answer."""
+    earlier_descriptors = list_memory_descriptors()
+
+    def check() -> None:
+        raise InterruptedError("leave")
+
+    with stop_services(monkeypatch) as has_stopped:
+        early = EarlySlots(background(), run, rank=0, size=PAGE, reserved=PAGE, spare=0, device=torch.device("cpu"))
+        with pytest.raises(InterruptedError, match="leave"):
+            early.take(check)
+        assert has_stopped.wait(60)
+        early.close()
+        early._thread.join(early_slots._REPLY_SECONDS / 2)
+        assert not early._thread.is_alive()
+        assert early.take(check) == []
+    assert list_memory_descriptors() <= earlier_descriptors
 
 
 def test_early_memory_that_no_checkpointer_takes_is_released(run: Path) -> None:
