@@ -635,6 +635,20 @@ def test_early_memory_that_no_checkpointer_takes_is_released(run: Path) -> None:
         len(slot.map)
 
 
+def test_a_trainer_that_ends_before_its_reply_is_a_line_without_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    trainer_socket, service_socket = socket.socketpair()
+    with Conversation(trainer_socket, TO_SERVICE, FROM_SERVICE) as trainer:
+        trainer.send(ListSnapshots())
+    with (
+        Conversation(service_socket, FROM_SERVICE, TO_SERVICE) as conversation,
+        caplog.at_level(logging.INFO, "megascale.checkpoint"),
+    ):
+        CheckpointService(linger=1.0).handle_trainer(conversation)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("listsnapshots has no reply, because the trainer has ended")
+    assert record.exc_info is None
+
+
 def list_memory_descriptors() -> set[str]:
     """Return the descriptors of this process that are staging memory."""
     descriptors = set()

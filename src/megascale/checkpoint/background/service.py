@@ -114,6 +114,9 @@ class CheckpointService:
             except EOFError:
                 raise
             except (OSError, SaveFailed, TrainingError, ValueError, KeyError, IndexError) as error:
+                if isinstance(error, ConnectionError) and not trainer.is_connected():
+                    log.info("%s has no reply, because the trainer has ended (%s)", message.do, error)
+                    return
                 log.exception("%s failed", message.do)
                 trainer.send(ErrorReply(str(error)[:2000], type(error).__name__, find_exit_record(error)))
 
