@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -33,7 +34,15 @@ from megascale.core.stopwatch import Stopwatch
 from megascale.data.dataset.formats import find_sample_fields
 from megascale.data.dataset.read_checksum import ReadTotals, sum_step
 from megascale.data.loader.feed import open_feed
-from megascale.errors import ConfigError, DataError, MegascaleError, TrainingError, error_class_name, make_error
+from megascale.errors import (
+    ConfigError,
+    DataError,
+    FitError,
+    MegascaleError,
+    TrainingError,
+    error_class_name,
+    make_error,
+)
 from megascale.ops.compile_count import count_compilations
 from megascale.optim.learning_rate import compute_learning_rate
 from megascale.parallel.chunk_graphs import EAGER_STEPS
@@ -199,6 +208,7 @@ class Trainer:
         order of their opening, after a failure too.
         """
         with contextlib.ExitStack() as resources, self.ending:
+            resources.push(self._end_unused_service)
             self.garbage_collector = GarbageCollector(
                 self.config.train.gc_interval, excludes_objects=self.parking is None
             )
@@ -213,6 +223,13 @@ class Trainer:
             resources.callback(self.callbacks.close)
             self._train(resources)
             return self._finish()
+
+    def _end_unused_service(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let the checkpoint service end at once after a refused start, if it has no snapshot."""
+        if self.ending.owns_folder and isinstance(error, ConfigError | DataError | FitError):
+            checkpoint.end_unused_service(self.config.checkpoint, self.folder.path)
 
     def _join_job(self, resources: contextlib.ExitStack) -> None:
         """Take the run's locks on rank 0 and meet the other ranks.

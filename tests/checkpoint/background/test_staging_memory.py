@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megascale.checkpoint import Checkpointer
+from megascale.checkpoint import Checkpointer, end_unused_service
 from megascale.checkpoint.background import early_slots, service, service_protocol, snapshot, staging
 from megascale.checkpoint.background.early_slots import EarlySlots, prepare_slots
 from megascale.checkpoint.background.service import CheckpointService
@@ -647,6 +647,28 @@ def test_a_trainer_that_ends_before_its_reply_is_a_line_without_traceback(caplog
     (record,) = caplog.records
     assert record.getMessage().startswith("listsnapshots has no reply, because the trainer has ended")
     assert record.exc_info is None
+
+
+def test_a_refused_start_ends_the_service_only_without_a_snapshot(run: Path) -> None:
+    config = background(memory_interval=1, linger=1000)
+    folder = service_protocol.private_folder(run)
+    checkpointer = Checkpointer(config, run, full_shards(logical_state(1)))
+    assert checkpointer.save(1, {"step": 1}, persist=False, wait=True)
+    checkpointer.finish(run_ended=False)
+    end_unused_service(config, run)
+    second = Checkpointer(config, run, full_shards(logical_state(2)))
+    assert second.load() == {"step": 1}
+    second.prepare()
+    second.finish()  # the end of the run
+    await_other(lambda: not folder.exists())
+    end_unused_service(config, run)
+    assert not folder.exists()  # no service starts for this, and no folder stays
+    third = Checkpointer(config, run, full_shards(logical_state(3)))
+    third.prepare()
+    third.finish(run_ended=False)
+    assert folder.exists()
+    end_unused_service(config, run)
+    await_other(lambda: not folder.exists())
 
 
 def list_memory_descriptors() -> set[str]:
