@@ -22,7 +22,7 @@ from megascale.config import Config, resolve_precision
 from megascale.core.communicator_memory import estimate_prepared_groups
 from megascale.core.layout import lay_out
 from megascale.core.memory import MemoryEstimate
-from megascale.train.rank_info import has_bfloat16
+from megascale.train.rank_info import exclude_from_peak, has_bfloat16
 
 log = logging.getLogger("megascale.train")
 # Bytes of a GPU that stay free for communicators, libraries and exchanges, which allocate outside of torch's allocator.
@@ -155,7 +155,9 @@ def cache_activations(config: Config, world: int, device: torch.device) -> bool:
     if size + UNCACHED_BYTES > free_bytes:
         return False
     try:
-        torch.empty(size, dtype=torch.uint8, device=device)  # the allocator keeps the memory of this tensor
+        # The allocator keeps the memory of this tensor. No step has used it yet, so it is not part of the run's peak.
+        with exclude_from_peak(device):
+            torch.empty(size, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # the next attempt requests the memory itself
         log.warning("memory for eager steps was not requested: %s", error)
         return False
