@@ -498,6 +498,11 @@ class Trainer:
         if self.step < last_step:
             self.checkpointer.prepare()
         self._stopwatch.end_phase("staging memory")
+        if self.evaluations.is_awaited and self.step < last_step:
+            # Before the report that the state is ready, since the record of a recovery counts what follows as the
+            # first step.
+            self._evaluate(is_repeated=True)
+            self._stopwatch.end_phase("repeated evaluation")
         summary.log_seconds(self._stopwatch, self.engine)
         self.status.start = replace(
             self._start,
@@ -506,8 +511,6 @@ class Trainer:
             source=self.checkpointer.loaded_from,
             is_standing=self.checkpointer.is_standing,
         )
-        if self.evaluations.is_awaited and self.step < last_step:
-            self._evaluate(is_repeated=True)
         first_step = self.step + 1
         self.next_groups.begin(first_step)
         self.first_steps.begin(first_step)
