@@ -80,6 +80,10 @@ PARSED = {
     r"bench kernels|python -m ": "minutes to hours, or a GPU (tests/benchmarks, tests/chaos)",
     r"\b(RUN|FILE)\b": "a placeholder",
     r"hang |faults inject|diagnose --pairs": "needs what is broken, or other machines (tests/resilience)",
+    r"^dashboard ": "serves until Ctrl-C (tests/observe/dashboard)",
+    r"^spans .*--steps \d+ *($|#)": "needs a run that trains (tests/observe)",
+    r"network\.env|placement\.json": "needs a file of another command (tests/simulate)",
+    r"^(network|simulate search) ": "up to a minute each (tests/simulate)",
 }
 
 
