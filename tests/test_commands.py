@@ -65,6 +65,8 @@ EXISTING = (
     (r"^(timeline .*)--rank 0", r"\1--ranks 0"),
     (r"--step 300", "--step 10"),
     (r" --node-rank$", ""),
+    (r"docs/images/", ""),
+    (r"--gpus 1024 --model.preset=llama3.1-70b", "--gpus 8 --model.preset=llama3.1-8b"),
 )
 # Commands that are only parsed, with reasons.
 PARSED = {
@@ -82,8 +84,8 @@ PARSED = {
     r"hang |faults inject|diagnose --pairs": "needs what is broken, or other machines (tests/resilience)",
     r"^dashboard ": "serves until Ctrl-C (tests/observe/dashboard)",
     r"^spans .*--steps \d+ *($|#)": "needs a run that trains (tests/observe)",
-    r"network\.env|placement\.json": "needs a file of another command (tests/simulate)",
-    r"^(network|simulate search) ": "up to a minute each (tests/simulate)",
+    r"=network\.env|placement\.json": "needs a file of another command (tests/simulate)",
+    r"^network flows |^simulate step .*--fabric|^simulate search .*--days": "half a minute or more (tests/simulate)",
 }
 
 
