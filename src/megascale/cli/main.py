@@ -14,6 +14,7 @@ import typer
 from typer.models import CommandInfo, TyperInfo
 
 from megascale.cli import completion
+from megascale.cli.help_pages import ReadableGroup, make_readable
 from megascale.core import terminal
 from megascale.core.python_process import leave_working_directory, sleep_at_barriers
 from megascale.core.secrets import hide_secrets
@@ -106,6 +107,7 @@ def make_command_line(modules: Iterable[str]) -> typer.Typer:
     """Return an app with the commands of `modules`, which are names of modules in this package."""
     app = typer.Typer(
         name="megascale",
+        cls=ReadableGroup,
         help="Train large language models unattended, on one GPU or on many hosts.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
@@ -116,6 +118,7 @@ def make_command_line(modules: Iterable[str]) -> typer.Typer:
     for module in modules:
         importlib.import_module(f"megascale.cli.{module}").register(app)
     _sort_into_panels(app)
+    make_readable(app)
     return app
 
 
