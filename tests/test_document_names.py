@@ -35,6 +35,7 @@ SETTING = re.compile(
 VALUE = re.compile(SETTING.pattern.partition("(?!")[0] + r'=("[^"]*"|\[[^\]\n]*\]|[^\s`"|]+)')
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+(?![\w.])")
 IDENTIFIER = re.compile(r"(?<![\w/.-])[A-Za-z]+(?:_[A-Za-z0-9]+)+(?!\w|\.py)")
+ATTRIBUTE = re.compile(r"(?<![\w./])([A-Z]\w+)\.([a-z_]\w*)")
 PHRASE = re.compile(r"[A-Za-z][\w',:;-]*(?: [\w'(),:;.-]+)+")
 LINK = re.compile(r"\]\(([\w./-]*\.md|)#([^)\s]+)\)")
 # Languages of blocks: test_commands.py reads commands in the first three.
@@ -64,6 +65,8 @@ OTHER_IDENTIFIERS = {
     "NCCL_ALGO", "NCCL_NVLS_ENABLE", "all_reduce_perf", "final_lr_frac", "local_shard", "min_lr_factor", "minus_sqrt",
     "my_package", "pretrain_gpt",
 }  # fmt: skip
+# Placeholders and files that look like attributes.
+OTHER_OWNERS = {"CHANGELOG", "LAST", "PREFIX", "REGISTRY", "RRRRR"}
 # Pages whose code phrases and quotations are messages or states that the program prints.
 MESSAGE_PAGES = sorted(ROOT.glob("docs/failures*.md")) + [
     ROOT / "docs" / f"{name}.md"
@@ -93,6 +96,13 @@ def read_sources() -> str:
 @cache
 def list_identifiers() -> set[str]:
     return set(re.findall(r"[A-Za-z_][A-Za-z0-9_]*", read_sources()))
+
+
+@cache
+def list_words_by_file() -> list[set[str]]:
+    """Return the identifiers of each Python source."""
+    files = [file for folder in ("src", "benchmarks", "tests") for file in (ROOT / folder).rglob("*.py")]
+    return [set(re.findall(r"[A-Za-z_]\w*", file.read_text())) for file in files if file != Path(__file__)]
 
 
 @cache
@@ -197,6 +207,17 @@ def find_unknown_names(text: str) -> list[str]:
     return sorted(unknown)
 
 
+def find_unknown_attributes(text: str) -> list[str]:
+    """Return the attributes of classes in running text, such as `Exchange.send`, that no file with the class has."""
+    spans = SPAN.findall(FENCED.sub("", text))
+    names = {match for span in spans for match in ATTRIBUTE.findall(span)}
+    return sorted(
+        f"{owner}.{attribute}"
+        for owner, attribute in names
+        if owner not in OTHER_OWNERS and not any({owner, attribute} <= words for words in list_words_by_file())
+    )
+
+
 def find_missing_messages(text: str) -> list[str]:
     """Return the parts of a page's quoted messages that no program prints."""
     text = FENCED.sub("", text)
@@ -241,6 +262,10 @@ def test_options_and_identifiers_in_running_text_exist():
     assert not collect(CURRENT, find_unknown_names)
 
 
+def test_attributes_of_classes_exist():
+    assert not collect(CURRENT, find_unknown_attributes)
+
+
 def test_messages_that_pages_quote_are_printed():
     assert not collect(MESSAGE_PAGES, find_missing_messages)
 
@@ -272,6 +297,9 @@ def test_each_check_notices_what_is_wrong(tmp_path):
     assert find_unknown_names("`--no-such-option` of `no_such_identifier_" + "here` and `--gpus`") == [
         "--no-such-option",
         "no_such_identifier_" + "here",
+    ]
+    assert find_unknown_attributes("`Exchange.teleport_" + "peers` and `Grid.replicas`") == [
+        "Exchange.teleport_" + "peers"
     ]
     assert find_missing_messages('It prints "the flux capacitor is empty".') == ["the flux capacitor is empty"]
     page = tmp_path / "page.md"
