@@ -64,7 +64,7 @@ COMMANDS: dict[str, str] = {
 
 # Commands of each panel of --help, in the order of --help.
 PANELS: dict[str, tuple[str, ...]] = {
-    "Train": ("config", "examples", "train", "launch", "agent", "evaluate", "generate"),
+    "Train": ("train", "launch", "evaluate", "generate", "config", "examples", "agent"),
     "Watch": ("jobs", "nodes", "events", "logs", "dashboard", "plot", "monitoring"),
     "Act": ("pause", "resume", "restart", "evict", "cordon", "uncordon", "access", "faults"),
     "Explain": ("doctor", "diagnose", "hang", "spans", "timeline", "stragglers", "whatif", "decline"),
