@@ -202,4 +202,6 @@ def test_commands_that_are_not_run_are_parsed(record_property):
         except Exception as error:
             pytest.fail(f"{page}: megascale {command}: {error}")
         record_property("documents: parsed only", f"{page}: megascale {command.partition(' #')[0]}: {why}")
-    assert len(ONLY_PARSED) <= (len(RUN) + len(ONLY_PARSED)) / 3
+    run_commands = {command.partition(" #")[0] for _, command in RUN}
+    parsed_commands = {command.partition(" #")[0] for _, command, _ in ONLY_PARSED}
+    assert len(parsed_commands) <= 0.35 * (len(run_commands) + len(parsed_commands))
