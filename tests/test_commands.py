@@ -82,6 +82,7 @@ PARSED = {
     r"bench kernels|python -m ": "minutes to hours, or a GPU (tests/benchmarks, tests/chaos)",
     r"\b(RUN|FILE)\b": "a placeholder",
     r"hang |faults inject|diagnose --pairs": "needs what is broken, or other machines (tests/resilience)",
+    r"driver_metrics=0\.0\.0\.0": "opens fixed ports of the machine (tests/kubernetes)",
     r"^dashboard ": "serves until Ctrl-C (tests/observe/dashboard)",
     r"^spans .*--steps \d+ *($|#)": "needs a run that trains (tests/observe)",
     r"=network\.env|placement\.json": "needs a file of another command (tests/simulate)",
@@ -174,6 +175,7 @@ def run(folder: Path, command: str) -> None:
         process.kill()
 
 
+@pytest.mark.timeout(900)  # about 90 commands, one after another
 def test_commands_run(world, record_property):
     done: dict[str, str] = {}
     for page, command in sorted(RUN, key=lambda pair: pair[0] != "quickstart.md"):  # which launches what others look at
