@@ -342,15 +342,15 @@ class _RankShape:
             workspace, logits: bytes of these kinds in the estimate.
             expert_rows: as for `estimate_stage_memory`.
         """
-        schedule, tensor, zero = self.schedule, self.grid.tensor, self.parallel.zero
+        schedule, tensor = self.schedule, self.grid.tensor
         in_flight = schedule.count_in_flight(self.stage)
         # Each micro-batch in flight has temporaries of its own; `workspace` and `logits` already count one of them.
         graph_bytes = (in_flight - 1) * (workspace + logits)
         if schedule.chunks > 1:
             graph_bytes += 3 * in_flight * self.message_bytes  # input, gradient of the output, gradient of the input
-        has_copies = LINEAR_PRECISIONS[self.linear_precision].weight_copy_bytes > 0
-        has_eager_micro_batch = zero < 2 or (zero == 2 and has_copies)
-        if self.grid.shards > 1 and has_eager_micro_batch:
+        # The exchange of these axes reaches across cuts of graphs, so some micro-batches are eager.
+        has_exchange = tensor > 1 or self.grid.context > 1
+        if self.grid.shards > 1 and has_exchange:
             # Memory of eager micro-batches is not available to graphs, so the activations of one are held twice. The
             # first micro-batches of all chunks of a stage are eager, and in flight together.
             running = self.saved.running
