@@ -42,17 +42,34 @@ def find_graph_bytes(world: int, *settings: str) -> tuple[int, int]:
     return memory.graph_buffers, memory.activations
 
 
+UNCHECKED = "resilience.replay_interval=0"
+
+
 @pytest.mark.parametrize("settings", [(), ("parallel.zero=0",), ("parallel.zero=2", "train.linear_precision=float8")])
 def test_graphs_of_data_parallel_ranks_hold_no_activations_twice(settings):
     """All micro-batches are replayed, so no eager one holds activations beside those of graphs."""
-    graph_bytes, _ = find_graph_bytes(2, "parallel.data=2", *settings)
+    graph_bytes, _ = find_graph_bytes(2, "parallel.data=2", UNCHECKED, *settings)
     assert graph_bytes == 0
 
 
-def test_graphs_with_data_and_tensor_parallelism_hold_activations_twice():
-    """The exchange of tensor parallelism is not cut, so the first and the last micro-batch are eager."""
-    graph_bytes, activation_bytes = find_graph_bytes(4, "parallel.data=2", "parallel.tensor=2")
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        # The exchange of tensor parallelism is not cut, so the first and the last micro-batch are eager.
+        (4, ("parallel.tensor=2", UNCHECKED)),
+        # Steps that a replay check traces are eager.
+        (2, ()),
+        (2, ("resilience.replay_interval=10",)),
+    ],
+)
+def test_graphs_hold_the_activations_of_an_eager_micro_batch(world, settings):
+    graph_bytes, activation_bytes = find_graph_bytes(world, "parallel.data=2", *settings)
     assert graph_bytes > activation_bytes / 2
+
+
+def test_runs_without_determinism_have_no_replay_checks():
+    graph_bytes, _ = find_graph_bytes(2, "parallel.data=2", "kernels.deterministic=false")
+    assert graph_bytes == 0
 
 
 @pytest.mark.parametrize(

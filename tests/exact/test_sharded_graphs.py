@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -26,8 +27,10 @@ from megascale.parallel.parameter_slots import ParameterSlots, ParameterUnit
 from megascale.parallel.pipeline import EagerRunner
 from megascale.parallel.unit_cuts import UnitCuts
 from megascale.train.engine import Engine
+from megascale.train.evaluation import evaluate_file
 from tests.exact.cases import TWO_LAYERS, Case, case
 from tests.exact.recorded_graphs import STEPS, RecordedCapture, one_eager_step, recorded_graphs
+from tests.exact.test_evaluation import write_held_out
 from tests.exact.test_graphs import assert_same_bits
 from tests.exact.test_sharded_parameters import poisoned_slots
 from tests.exact.training import RankReport, make_engine, observe, run_step, state_of
@@ -488,6 +491,45 @@ def test_replays_of_zero_1_communicate_in_the_order_of_eager_steps(microbatches,
             assert len(reduces) > 3
             assert count_operators(last_backward[: reduces[0]]) > 0
             assert count_operators(last_backward[reduces[0] : reduces[-1]]) > 10
+
+
+@one_eager_step()
+def train_with_interruptions(
+    rank: int, world: int, tree: dict[str, Any], graphs: str, held_out: str
+) -> tuple[RankReport, list[float], list[int]]:
+    """Train with an evaluation after each step and a recovery after the third one.
+
+    Return the report, the held-out losses, and the captures after each step.
+    """
+    with recorded_graphs():
+        engine = make_engine(rank, world, {**tree, "kernels": {"graphs": graphs}})
+        report = RankReport()
+        observe(engine, report)
+        held_out_losses = []
+        capture_counts = []
+        for step in range(1, 2 * STEPS + 1):
+            run_step(engine, step, report)
+            capture_counts.append(0 if engine.graphs is None else engine.graphs.count_captures())
+            held_out_losses.append(evaluate_file(engine, engine.config, held_out).loss)
+            if step == STEPS:
+                engine.data_parallel.finish_gathers()
+                engine.data_parallel.drop_communication()
+                if engine.graphs is not None:
+                    engine.graphs.restart()
+        report.state = state_of(engine)
+    return report, held_out_losses, capture_counts
+
+
+@pytest.mark.parametrize("name", ["ZeRO-1, tied", "ZeRO-1, float8 gathers"])
+def test_evaluations_and_recoveries_between_steps_keep_the_bits(name, pool, tmp_path: Path):
+    layout, _ = LAYOUTS[name]
+    held_out = write_held_out(tmp_path)
+    eager = pool.run(train_with_interruptions, layout.world, layout.tree, "off", held_out)
+    graphs = pool.run(train_with_interruptions, layout.world, layout.tree, "on", held_out)
+    for (item, losses, _), (peer, replayed_losses, capture_counts) in zip(eager, graphs, strict=True):
+        assert losses == replayed_losses
+        assert capture_counts == [0, 2, 2] * 2  # the first backward of a step overwrites gradients, all others add
+        assert_same_bits(item, peer)
 
 
 def fail_on_one(rank: int, world: int, tree: dict[str, Any]) -> tuple[RankReport, int, str]:
