@@ -20,6 +20,7 @@ import argparse
 import importlib
 import inspect
 import json
+import math
 import os
 import subprocess
 import sys
@@ -311,7 +312,7 @@ class MutantPlugin:
         names = [name for name in items if mutant.line in self.tests[name].get(mutant.file, ())]
         # Tests that execute few lines take less time.
         names.sort(key=lambda name: sum(map(len, self.tests[name].values())))
-        noticed_by = find_failure(items[name] for name in names if name in self.campaign)
+        noticed_by = find_failure((items[name] for name in names if name in self.campaign), self.request["limit"])
         killed_by = ""
         if noticed_by:
             killed_by = find_failure(items[name] for name in names if name not in self.campaign)
@@ -331,9 +332,12 @@ def _restore(replaced: list[tuple[FunctionType, CodeType]]) -> None:
         function.__code__ = code
 
 
-def find_failure(items: Iterable[pytest.Item]) -> str:
-    """Run tests until one fails; return its name, or an empty string."""
+def find_failure(items: Iterable[pytest.Item], limit: float = math.inf) -> str:
+    """Run tests until one fails, and begin none after `limit` seconds; return its name, or an empty string."""
+    deadline = time.monotonic() + limit
     for item in items:
+        if time.monotonic() > deadline:
+            break
         if not is_passed(item):
             return item.nodeid
     return ""
@@ -375,6 +379,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=20, help="how many mutants")
     parser.add_argument("--under", nargs="+", default=["src/"], metavar="PREFIX", help="mutants of these files only")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no mutant after this time")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds for the tests of the campaign per mutant")
     parser.add_argument("--here", action="store_true", help="mutants hold in pytest's process too")
     parser.add_argument("words", nargs="*", metavar="WORD", help="for pytest")
     args = parser.parse_intermixed_args()
