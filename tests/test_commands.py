@@ -205,5 +205,6 @@ def test_commands_that_are_not_run_are_parsed(record_property):
             pytest.fail(f"{page}: megascale {command}: {error}")
         record_property("documents: parsed only", f"{page}: megascale {command.partition(' #')[0]}: {why}")
     run_commands = {command.partition(" #")[0] for _, command in RUN}
-    parsed_commands = {command.partition(" #")[0] for _, command, _ in ONLY_PARSED}
-    assert len(parsed_commands) <= 0.35 * (len(run_commands) + len(parsed_commands))
+    # Measurements and campaigns, which start with python, are never run here.
+    parsed_commands = {c.partition(" #")[0] for _, c, _ in ONLY_PARSED if not c.startswith("python ")}
+    assert len(parsed_commands) <= (len(run_commands) + len(parsed_commands)) / 3

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megascale.config import Config
     from megascale.train.loop import TrainResult
 
-_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))  # (factor, prefix of the unit)
+_UNITS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))  # (factor, prefix of the unit)
 
 
 def register(app: typer.Typer) -> None:
