@@ -408,7 +408,8 @@ def _profile_step(engine: Any, samples: RandomSamples, step: int, *, out: Path, 
     activities = [ProfilerActivity.CPU]
     if is_cuda:
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
+    # Without `acc_events` some releases of torch warn that a further cycle would clear the events of this one.
+    with profile(activities=activities, acc_events=True) as profiler:
         engine.start_gather()
         engine.step(samples.read_batch, step, LEARNING_RATE, has_next_step=True, sum_weights=samples.sum_weights)
         if is_cuda:
