@@ -1064,6 +1064,10 @@ class Engine:
         exchanges = [axis.exchange for axis in axes] + [self.gather_exchange, self.reduction_exchange]
         return [exchange for exchange in exchanges if exchange is not None]
 
+    def count_exchange_bytes(self) -> int:
+        """Return the bytes of the exchanges between GPUs, which torch's memory statistics do not count."""
+        return sum(exchange.memory_bytes for exchange in self._list_exchanges())
+
     def find_rejoin_obstacle(self) -> str:
         """Return why this engine cannot continue with new groups (`rejoin`), "" if it can."""
         has_exchange = any(axis.exchange is not None for axis in rejoin.list_axes(self.runtime))
