@@ -130,6 +130,7 @@ class GlooExchange:
         self.rank, self.size = axis.rank, axis.size
         # Only this rank's memory exists here; the counterparts of others are garbage.
         self.peer_memory = [torch.full((peer_memory_bytes,), 255, dtype=torch.uint8) for _ in range(axis.size)]
+        self.memory_bytes = peer_memory_bytes
         self._axis = axis
         self.gather_count = self.meet_count = self.reduction_count = 0
 
@@ -422,11 +423,12 @@ def train_by_default(
         mock.patch.object(symmetric, "make_exchange", make),
         mock.patch.object(copy_choice, "COPIED_REDUCTION_TOKENS", least_tokens),
     ):
-        lines = make_engine(rank, world, tree).active
+        engine = make_engine(rank, world, tree)
+        assert engine.count_exchange_bytes() == sum(exchange.memory_bytes for exchange in made)
         made.clear()
         report = train(rank, world, tree, steps)
     uses = [(exchange.gather_count > 0, exchange.reduction_count > 0) for exchange in made]
-    return report, lines, uses
+    return report, engine.active, uses
 
 
 GATHERS, REDUCES = (True, False), (False, True)  # whether an exchange has gathered, and whether it has reduced

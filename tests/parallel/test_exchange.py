@@ -673,6 +673,7 @@ def test_results_are_pushed_in_captures_only() -> None:
 
 def test_a_part_too_large_is_refused() -> None:
     memory = [torch.zeros(count_buffer_bytes(2, 16), dtype=torch.uint8) for _ in range(2)]
+    assert Exchange(0, 2, memory, 16, Device(0, {})).memory_bytes == count_buffer_bytes(2, 16)
     with pytest.raises(ValueError, match="24 bytes; this exchange was made for 16"):
         Exchange(0, 2, memory, 16, Device(0, {})).gather(torch.zeros(3, dtype=torch.float64))
 
