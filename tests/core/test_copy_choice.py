@@ -64,4 +64,5 @@ def test_the_planned_memory_has_the_staging_of_the_chosen_copies():
         settings = ["--model.preset=llama-8b", "--parallel.zero=3", f"--overlap.reductions={setting}"]
         layout = lay_out(config.load(None, [*settings, "--train.micro_batch=1"]), 4)
         gradients[setting] = layout.stage_memory(0)[0].gradients
-    assert gradients["auto"] == gradients["copies"] == gradients["collectives"] + (64 << 20)
+    assert gradients["auto"] == gradients["copies"]
+    assert gradients["auto"] - gradients["collectives"] == pytest.approx(64 << 20, rel=1e-4)
