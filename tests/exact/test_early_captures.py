@@ -23,7 +23,7 @@ from megascale.parallel.chunk_graphs import CapturedMicrobatch, ChunkGraphs
 from megascale.parallel.collectives import Pending
 from megascale.parallel.data_parallel import DataParallel
 from megascale.parallel.pipeline import EagerRunner
-from tests.exact.cases import Case, case, select_cases
+from tests.exact.cases import Case, case
 from tests.exact.recorded_graphs import STEPS, one_eager_step, recorded_graphs
 from tests.exact.test_graphs import assert_same_bits
 from tests.exact.training import RankReport, late_gemms, make_engine, observe, run_step, state_of
@@ -172,7 +172,7 @@ def train(
     return report, checks, failure
 
 
-@pytest.mark.parametrize("name", select_cases(LAYOUTS, ("two chunks", "float8")))
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_early_captures_give_the_bits_of_eager_steps(name, pool):
     layout, expected = LAYOUTS[name]
     eager = pool.run(train, layout.world, layout.tree, "off", nullcontext)

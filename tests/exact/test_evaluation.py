@@ -9,7 +9,7 @@ import pytest
 
 from megascale.data.dataset.indexed import IndexedWriter
 from megascale.train.evaluation import evaluate_file
-from tests.exact.cases import TWO_LAYERS, case, select_cases
+from tests.exact.cases import TWO_LAYERS, case
 from tests.exact.test_experts import ROUTED, experts_case
 from tests.exact.training import STEPS, RankReport, make_engine, run_step
 
@@ -62,7 +62,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", select_cases(LAYOUTS, ("ZeRO-1", "context")))
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_held_out_loss(name, pool, held_out: str):
     layout = LAYOUTS[name]
     [expected] = pool.run(evaluate, 1, layout.twin, held_out)

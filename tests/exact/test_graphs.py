@@ -20,7 +20,7 @@ from megascale.core.layout import lay_out
 from megascale.errors import ConfigError, TrainingError
 from megascale.parallel.chunk_graphs import EAGER_STEPS, CapturedMicrobatch, ChunkGraphs, GraphedRunner
 from megascale.train.engine import Engine
-from tests.exact.cases import TWO_LAYERS, case, select_cases
+from tests.exact.cases import TWO_LAYERS, case
 from tests.exact.recorded_graphs import STEPS, one_eager_step
 from tests.exact.training import RankReport, make_engine, observe, run_step, state_of
 
@@ -116,7 +116,7 @@ def assert_same_bits(single: RankReport, second: RankReport) -> None:
             assert np.array_equal(remaining.values, right.values), remaining.name
 
 
-@pytest.mark.parametrize("name", select_cases(LAYOUTS, ("tensor", "tensor, pipeline, data")))
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_replays_are_what_they_stand_for(name, pool):
     layout, expected = LAYOUTS[name]
     eager = pool.run(train, layout.world, layout.tree, "off")
@@ -142,7 +142,7 @@ def train_experts(
     return report, redone, engine.graphs is not None and not engine.graphs.failure
 
 
-@pytest.mark.parametrize("name", select_cases(EXPERT_LAYOUTS, ("room", "no room")))
+@pytest.mark.parametrize("name", EXPERT_LAYOUTS)
 def test_steps_with_too_many_tokens_for_a_rank_are_redone(name, pool):
     layout, kernels, expected = EXPERT_LAYOUTS[name]
     eager = pool.run(train_experts, layout.world, layout.tree, {"graphs": "off"})

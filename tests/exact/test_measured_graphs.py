@@ -323,9 +323,9 @@ def test_new_ranks_adopt_the_exclusion_of_an_earlier_attempt(pool):
 # Let the trainer's engine measure with a fixed clock, as on a GPU with a slow host.
 SLOW_HOST = """
 from functools import partial
-from megascale.train import loop
+from megascale.train import state_retention
 from tests.fixed_clock import FixedClock
-loop.Engine = partial(loop.Engine, launch_clock=FixedClock(8.0, 10.0))
+state_retention.Engine = partial(state_retention.Engine, launch_clock=FixedClock(8.0, 10.0))
 """
 
 

@@ -12,7 +12,7 @@ from megascale.ops.segments import TILE
 from megascale.train.update_check import RANGE
 from tests.chaos.corruption.bit_flips import EVERY_RANK, BitFlip
 from tests.chaos.corruption.checked_training import CheckedResult, train_checked
-from tests.exact.cases import HARD, TWO_LAYERS, Case, case, select_cases
+from tests.exact.cases import HARD, TWO_LAYERS, Case, case
 from tests.exact.test_experts import BALANCED, experts_case
 
 STEP = 2  # the first step that is checked with an interval of 2
@@ -74,7 +74,7 @@ def run(
     return replace(results[0], state=[result.state for result in results])
 
 
-@pytest.mark.parametrize("name", select_cases(HEALTHY, ("tensor", "LAMB")))
+@pytest.mark.parametrize("name", HEALTHY)
 def test_replays_agree_and_leave_the_training_as_it_is(name, pool):
     layout = HEALTHY[name]
     checked = run(layout, pool, steps=CHECKED_STEPS, interval=1, update_range=TILE)

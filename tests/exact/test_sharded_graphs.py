@@ -23,7 +23,7 @@ from megascale.parallel.gradient_slots import GradientBucket
 from megascale.parallel.parameter_slots import ParameterSlots, ParameterUnit
 from megascale.parallel.unit_cuts import UnitCuts
 from megascale.train.engine import Engine
-from tests.exact.cases import TWO_LAYERS, Case, case, select_cases
+from tests.exact.cases import TWO_LAYERS, Case, case
 from tests.exact.recorded_graphs import STEPS, one_eager_step, recorded_graphs
 from tests.exact.test_graphs import assert_same_bits
 from tests.exact.test_sharded_parameters import poisoned_slots
@@ -132,9 +132,7 @@ def train(
     return report, replayed
 
 
-@pytest.mark.parametrize(
-    "name", select_cases(LAYOUTS, ("ZeRO-2, one micro-batch", "ZeRO-3, two stages of two chunks, tied"))
-)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_replays_give_the_bits_of_eager_steps(name, pool):
     """No slot is read after its release: it holds NaN then."""
     layout, expected = LAYOUTS[name]

@@ -50,8 +50,10 @@ from megascale.parallel.collectives import Axis, all_gather, all_reduce
 from megascale.parallel.compute_trace import ComputeTrace, TracedRunner
 from megascale.parallel.pipeline import EagerRunner
 from megascale.train.check_cost import CheckCost
-from megascale.train.engine import REDUCE_DTYPES, Engine
+from megascale.train.engine import Engine
+from megascale.train.engine_parts import REDUCE_DTYPES
 from megascale.train.reduction_check import ReductionCheck, StateCheck
+from megascale.train.replayed_batch import keep_results, replay_batch
 from megascale.train.update_check import RANGE, UpdateCheck
 
 
@@ -304,7 +306,8 @@ class ReplayCheck:
         batch = replace(self._batch, **shifted)
         owner = (self._replica - distance) % self._replica_count
         trace = self._make_trace()
-        self._engine.run_replay(batch, self._find_first_sample(owner), lambda runner: TracedRunner(runner, trace))
+        first_sample = self._find_first_sample(owner)
+        replay_batch(self._engine, batch, first_sample, lambda runner: TracedRunner(runner, trace))
         trace.finish()
         return trace
 
@@ -331,7 +334,7 @@ class ReplayCheck:
         """Replay again, and judge all executions. The step's gradients are unchanged afterwards."""
         engine, distance = self._engine, self._choose_distance(step)
         engine.data_parallel.finish_tied()
-        with engine.keep_results():
+        with keep_results(engine):
             repeated = [(other, self._replay(other)) for other in self._choose_repetitions(distance)]
         # Pairs of the distance to the micro-batch's owner, and the trace; the training itself has the distance 0.
         traces = [(0, trained), (distance, replayed), *repeated]
