@@ -371,7 +371,7 @@ class EngineParts:
                 capture_axis = self.buffers[0].axes.stage
             self.graph_choice = GraphChoice(
                 launch_clock,
-                can_replay=self._can_measure if graphs is None else graphs.can_replay,
+                is_typical=self._can_measure if graphs is None else graphs.is_typical,
                 world_axis=self.world_axis,
                 device=self.device,
                 kernels=self.runtime.kernels,
