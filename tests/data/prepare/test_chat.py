@@ -406,7 +406,7 @@ def test_names_that_the_template_leaves_out_are_counted_in_a_note(tmp_path, fold
     )
     template = tmp_path / "names.jinja"
     template.write_text(
-        PLAIN.replace("message['role'] + '\\n'", "message['role'] + ' ' + (message['name'] or '') + '\\n'")
+        CHATML.replace("message['role'] + '\\n'", "message['role'] + ' ' + (message['name'] or '') + '\\n'")
     )
     assert "message['name']" in template.read_text()
     assert build_chat(tmp_path / "named", [file], tokenizer=folder, template=template).manifest.notes == []
