@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,13 @@ SMALLEST_VOCABULARY = 17
 
 @pytest.fixture(scope="module")
 def held_out(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The prefix of a token file that fits every vocabulary below."""
-    prefix = tmp_path_factory.mktemp("held-out") / "valid"
+    """Return the prefix of a token file that fits every vocabulary below."""
+    return write_held_out(tmp_path_factory.mktemp("held-out"))
+
+
+def write_held_out(folder: Path) -> str:
+    """Write a token file for a vocabulary of SMALLEST_VOCABULARY or more, and return its prefix."""
+    prefix = folder / "valid"
     with IndexedWriter(prefix, np.uint16) as writer:
         writer.add_document([np.random.default_rng(0).integers(0, SMALLEST_VOCABULARY, TOKENS)])
     return str(prefix)

@@ -35,19 +35,20 @@ LAYOUTS = {
     ),
     "all recomputed": (case(microbatches=2, model=TWO_LAYERS, parallel={"recompute": "full"}), 2),
     "float8": (case(microbatches=3, model=TWO_LAYERS, train={"linear_precision": "float8"}), 3),
-    # Between the first micro-batch, whose parameters arrive, and the last, whose gradients leave.
-    "data": (case(1, 1, 2, microbatches=4, model=TWO_LAYERS, parallel={"bucket_elements": 500}), 2),
-    "data, two micro-batches": (case(1, 1, 2, zero=0, microbatches=2, model=TWO_LAYERS), 0),
+    # Also the first micro-batch, whose parameters arrive, and the last, whose gradients leave.
+    "data": (case(1, 1, 2, microbatches=4, model=TWO_LAYERS, parallel={"bucket_elements": 500}), 4),
+    "data, two micro-batches": (case(1, 1, 2, zero=0, microbatches=2, model=TWO_LAYERS), 2),
     "pipeline, a layer divided": (case(1, 2, 1, microbatches=4, parallel={"layer_split": [2.5, 1.5]}), 4),
     "tensor": (case(2, 1, 1, microbatches=2), 2),
     "tensor, parallel, float8": (
         case(2, 1, 1, microbatches=2, model={"block": "parallel"}, train={"linear_precision": "float8"}),
         2,
     ),
+    # The exchange of tensor parallelism is not cut: between the first micro-batch and the last.
     "tensor, pipeline, data": (case(2, 2, 2, microbatches=4), 2),
     "pipeline, two chunks, data, float8": (
         case(1, 2, 2, virtual=2, microbatches=4, train={"linear_precision": "float8"}),
-        4,
+        8,
     ),
 }
 EXPERTS = {**TWO_LAYERS, "mlp": "experts", "mlp_bias": False, "experts": {"number": 4, "top_k": 2, "bias_rate": 0.01}}
@@ -75,7 +76,7 @@ ROTARY = {"positions": "rotary"}
 FIELD_LAYOUTS = {
     "one rank, rotary": (case(microbatches=3, model={**ROTARY, "block": "parallel"}), 3),
     "two chunks, LAMB": LAYOUTS["two chunks, LAMB"],
-    "pipeline, two chunks, data, rotary": (case(1, 2, 2, virtual=2, microbatches=4, model=ROTARY), 4),
+    "pipeline, two chunks, data, rotary": (case(1, 2, 2, virtual=2, microbatches=4, model=ROTARY), 8),
     "context, pipeline, rotary": (
         case(1, 2, 1, microbatches=4, model=ROTARY, parallel={"context": 2}, overlap={"context": "auto"}),
         2,

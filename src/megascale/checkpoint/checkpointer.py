@@ -549,6 +549,12 @@ def start_service(config: CheckpointConfig, run: Path) -> None:
         service.start_checkpoint_service(service_protocol.private_folder(run), config.linger, log_file)
 
 
+def end_unused_service(config: CheckpointConfig, run: Path) -> None:
+    """Let this host's checkpoint service end if it has no snapshot, because the start was refused."""
+    if config.background:
+        service.end_unused_service(service_protocol.private_folder(run))
+
+
 def _connect_service(config: CheckpointConfig, run: Path) -> Conversation | None:
     """Return a conversation with this host's service, or None if it does not start and so has no snapshots."""
     with contextlib.suppress(OSError, TrainingError):

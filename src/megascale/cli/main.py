@@ -14,6 +14,7 @@ import typer
 from typer.models import CommandInfo, TyperInfo
 
 from megascale.cli import completion
+from megascale.cli.help_pages import ReadableGroup, make_readable
 from megascale.core import terminal
 from megascale.core.python_process import leave_working_directory, sleep_at_barriers
 from megascale.core.secrets import hide_secrets
@@ -63,7 +64,7 @@ COMMANDS: dict[str, str] = {
 
 # Commands of each panel of --help, in the order of --help.
 PANELS: dict[str, tuple[str, ...]] = {
-    "Train": ("config", "examples", "train", "launch", "agent", "evaluate", "generate"),
+    "Train": ("train", "launch", "evaluate", "generate", "config", "examples", "agent"),
     "Watch": ("jobs", "nodes", "events", "logs", "dashboard", "plot", "monitoring"),
     "Act": ("pause", "resume", "restart", "evict", "cordon", "uncordon", "access", "faults"),
     "Explain": ("doctor", "diagnose", "hang", "spans", "timeline", "stragglers", "whatif", "decline"),
@@ -106,6 +107,7 @@ def make_command_line(modules: Iterable[str]) -> typer.Typer:
     """Return an app with the commands of `modules`, which are names of modules in this package."""
     app = typer.Typer(
         name="megascale",
+        cls=ReadableGroup,
         help="Train large language models unattended, on one GPU or on many hosts.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
@@ -116,6 +118,7 @@ def make_command_line(modules: Iterable[str]) -> typer.Typer:
     for module in modules:
         importlib.import_module(f"megascale.cli.{module}").register(app)
     _sort_into_panels(app)
+    make_readable(app)
     return app
 
 
@@ -221,6 +224,7 @@ def _is_interruption(error: SystemExit) -> bool:
 
 def run_app(make_app: Callable[[], typer.Typer]) -> None:
     """Make an app and run it. Errors of the package print a message and exit with their exit code."""
+    terminal.ignore_interrupts_at_exit()
     try:
         hide_secrets()
         warnings.filterwarnings("ignore", module=r"megascale\.")  # the log has them, without lines of the source
@@ -250,6 +254,8 @@ def run_app(make_app: Callable[[], typer.Typer]) -> None:
         if error.errno != errno.EPIPE:  # a pipe's reader may close it at any time
             typer.secho(f"error: standard output cannot be written: {error.strerror}", fg="red", err=True)
         sys.exit(EXIT_FAILED)
+    finally:
+        terminal.report_late_interrupts()
 
 
 if __name__ == "__main__":

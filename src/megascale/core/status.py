@@ -51,7 +51,8 @@ class StartReport:
         process_ns: time at which the trainer began to run, in a new or in a reused process. Times are on this host's
             clock.
         groups_ns: time at which the communicators were ready; 0 before.
-        state_ns: time at which model, optimizer and data were ready; 0 before.
+        state_ns: time at which model, optimizer and data were ready, and an evaluation that the attempt before had not
+            completed was repeated; 0 before.
         step: step of the state from which training continues.
         source: source of that state, such as a checkpoint; "" before it is known.
         is_reused: whether the trainer runs in the process of the previous attempt.

@@ -20,9 +20,10 @@ import torch
 
 from megascale.config import Config, resolve_precision
 from megascale.core.communicator_memory import estimate_prepared_groups
+from megascale.core.copy_choice import explain_collective_gathers, explain_collective_reductions
 from megascale.core.layout import lay_out
 from megascale.core.memory import MemoryEstimate
-from megascale.train.rank_info import has_bfloat16
+from megascale.train.rank_info import exclude_from_peak, has_bfloat16
 
 log = logging.getLogger("megascale.train")
 # Bytes of a GPU that stay free for communicators, libraries and exchanges, which allocate outside of torch's allocator.
@@ -59,9 +60,14 @@ def estimate_reserve(config: Config, world: int, free_bytes: int) -> ReservedByt
         free_bytes: free memory of the GPU.
     """
     layout = lay_out(config, world)
+    has_copies = not explain_collective_gathers(config, layout.grid)
+    has_copies |= not explain_collective_reductions(config, layout.grid)
     estimates = [layout.stage_memory(stage)[0] for stage in range(layout.grid.pipeline)]
     available_bytes = free_bytes - UNCACHED_BYTES - estimate_prepared_groups(config, layout.grid)
-    state = min(_count_state_bytes(config, estimate) for estimate in estimates)
+    if has_copies:
+        state = 0  # weights or gradients are in memory of the exchange
+    else:
+        state = min(_count_state_bytes(estimate) for estimate in estimates)
     if state > available_bytes:
         return ReservedBytes(0, 0)
     activations = min(_round_up(estimate.activations + estimate.logits + estimate.workspace) for estimate in estimates)
@@ -70,10 +76,8 @@ def estimate_reserve(config: Config, world: int, free_bytes: int) -> ReservedByt
     return ReservedBytes(state, activations)
 
 
-def _count_state_bytes(config: Config, estimate: MemoryEstimate) -> int:
+def _count_state_bytes(estimate: MemoryEstimate) -> int:
     """Return the bytes of a rank's state in torch's allocator."""
-    if "copies" in (config.overlap.gathers, config.overlap.reductions):
-        return 0  # weights or gradients are in memory of the exchange
     state = estimate.weights + estimate.weight_copies + estimate.gradients + estimate.optimizer
     return _round_up(int(state * _STATE_MARGIN))
 
@@ -153,7 +157,9 @@ def cache_activations(config: Config, world: int, device: torch.device) -> bool:
     if size + UNCACHED_BYTES > free_bytes:
         return False
     try:
-        torch.empty(size, dtype=torch.uint8, device=device)  # the allocator keeps the memory of this tensor
+        # The allocator keeps the memory of this tensor. No step has used it yet, so it is not part of the run's peak.
+        with exclude_from_peak(device):
+            torch.empty(size, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # the next attempt requests the memory itself
         log.warning("memory for eager steps was not requested: %s", error)
         return False
@@ -163,16 +169,15 @@ def cache_activations(config: Config, world: int, device: torch.device) -> bool:
 def cache_first_step(config: Config, world: int, device: torch.device) -> bool:
     """Let torch's allocator request the memory of the first step of a new engine, and return whether it did.
 
-    A process that replaces a lost rank waits for its state after it has allocated it. Peaks of memory count from now
-    on.
+    A process that replaces a lost rank waits for its state after it has allocated it.
 
     Args:
         config, world: as for `estimate_reserve`.
     """
     if not cache_activations(config, world, device):
         return False
-    _cache_small_segments(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    with exclude_from_peak(device):
+        _cache_small_segments(device)
     return True
 
 

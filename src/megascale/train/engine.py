@@ -96,42 +96,6 @@ class Engine(EngineParts):
         self.ended_update = step
         return result
 
-    def _make_result(self, grad_norm: torch.Tensor, sums: StepScalars) -> StepResult:
-        """Update the experts' biases with the step's counts, and return the step's results."""
-        expert_counts = None
-        if self.experts is not None:
-            is_skipped = ~torch.isfinite(grad_norm)
-            if sums.weight_sum is not None:
-                is_skipped |= sums.weight_sum == 0
-            expert_counts = self.experts.update(sums.expert_counts, is_skipped)
-        weight_sum = sums.weight_sum
-        if self._blank_batches is not None and not self._blank_batches.has_weights:
-            weight_sum = None  # the data has no weights: blank micro-batches needed some
-        return StepResult(
-            loss=sums.loss,
-            grad_norm=grad_norm,
-            stop_sum=sums.stop_request,
-            hold_sum=sums.hold_request,
-            cast_counts=sums.cast_counts,
-            read_checksum=sums.read_checksum,
-            weight_sum=weight_sum,
-            expert_counts=expert_counts,
-        )
-
-    def _must_repeat_micro_batches(self) -> bool:
-        """Return whether a captured micro-batch on any rank had too few rows for its experts' tokens.
-
-        The result is the same on all ranks, and `experts.is_repeated` keeps it. With a row limit the host waits for the
-        micro-batches.
-        """
-        if self.experts is None:
-            return False
-        self.experts.is_repeated = False
-        if self._has_row_limit:
-            exceeded = self.experts.has_exceeded_rows.float()
-            self.experts.is_repeated = bool(all_reduce(exceeded, self.world_axis, ReduceOp.MAX).wait().item())
-        return self.experts.is_repeated
-
     def _run_micro_batches(self, count_casts: bool, eagerly: bool = False) -> torch.Tensor | None:
         """Run the pipeline's forwards and backwards. Return the sum of the losses on the last stage, else None."""
         self.mark_weights_changed()
@@ -167,6 +131,20 @@ class Engine(EngineParts):
         if choice is not None and choice.is_measuring:
             runner = MeasuredRunner(run, weight_gradients, choice=choice, read_inputs=read_inputs)
         return runner
+
+    def _must_repeat_micro_batches(self) -> bool:
+        """Return whether a captured micro-batch on any rank had too few rows for its experts' tokens.
+
+        The result is the same on all ranks, and `experts.is_repeated` keeps it. With a row limit the host waits for the
+        micro-batches.
+        """
+        if self.experts is None:
+            return False
+        self.experts.is_repeated = False
+        if self._has_row_limit:
+            exceeded = self.experts.has_exceeded_rows.float()
+            self.experts.is_repeated = bool(all_reduce(exceeded, self.world_axis, ReduceOp.MAX).wait().item())
+        return self.experts.is_repeated
 
     def _finish_gradients(self, step: int) -> None:
         """Wait for the reductions of gradients, then call the hooks that look at them."""
@@ -240,6 +218,28 @@ class Engine(EngineParts):
         assert summed_vector is not None
         return grad_norm, replace(scalars, vector=summed_vector)
 
+    def _make_result(self, grad_norm: torch.Tensor, sums: StepScalars) -> StepResult:
+        """Update the experts' biases with the step's counts, and return the step's results."""
+        expert_counts = None
+        if self.experts is not None:
+            is_skipped = ~torch.isfinite(grad_norm)
+            if sums.weight_sum is not None:
+                is_skipped |= sums.weight_sum == 0
+            expert_counts = self.experts.update(sums.expert_counts, is_skipped)
+        weight_sum = sums.weight_sum
+        if self._blank_batches is not None and not self._blank_batches.has_weights:
+            weight_sum = None  # the data has no weights: blank micro-batches needed some
+        return StepResult(
+            loss=sums.loss,
+            grad_norm=grad_norm,
+            stop_sum=sums.stop_request,
+            hold_sum=sums.hold_request,
+            cast_counts=sums.cast_counts,
+            read_checksum=sums.read_checksum,
+            weight_sum=weight_sum,
+            expert_counts=expert_counts,
+        )
+
     # peers ------------------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
@@ -258,6 +258,10 @@ class Engine(EngineParts):
         """Stop watching the peers of exchanges. Unless `failed`, the peers regard the end of this rank as planned."""
         for exchange in self.list_exchanges():
             exchange.close(failed)
+
+    def count_exchange_bytes(self) -> int:
+        """Return the bytes of the exchanges between GPUs, which torch's memory statistics do not count."""
+        return sum(exchange.memory_bytes for exchange in self.list_exchanges())
 
     def list_exchanges(self) -> list[Exchange]:
         """Return the exchanges between GPUs that are in use."""

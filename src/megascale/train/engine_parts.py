@@ -114,11 +114,8 @@ class EngineParts:
         draws_weights: bool = True,
     ) -> None:
         config, grid = layout.config, layout.grid
-        stopwatch = Stopwatch()
-        self.build_seconds = stopwatch.timings
         check_fields(fields, config.model, "data.train", config.data.train)
         rank = groups.rank if groups is not None else 0
-        coordinate = grid.coordinate(rank)
         self.config = config
         self.layout = layout
         self.device = device
@@ -139,10 +136,35 @@ class EngineParts:
             fields = replace(fields, loss_weights=True)
         self.fields = fields
         self.begun_update = self.ended_update = 0
-
         self.runtime = runtime or Runtime()
+        if launch_clock is None and device.type == "cuda":
+            launch_clock = CudaLaunchClock()
+        stopwatch = Stopwatch()
+        self.build_seconds = stopwatch.timings
+        self._make_parts(groups, rank, earlier_choices, stopwatch, draws_weights=draws_weights)
+        self._choose_graphs(launch_clock)
+        if grid.pipeline > 1 and device.type == "cuda":
+            self.load_kernels()
+        stopwatch.end_phase("pipeline")
+
+    def _make_parts(
+        self,
+        groups: Groups | None,
+        rank: int,
+        earlier_choices: Choices | None,
+        stopwatch: Stopwatch,
+        *,
+        draws_weights: bool,
+    ) -> None:
+        """Make kernels, axes, model, data parallelism, optimizer and pipeline, in this order.
+
+        Args:
+            groups, earlier_choices, draws_weights: as for the class.
+        """
+        layout, device = self.layout, self.device
+        coordinate = layout.grid.coordinate(rank)
         self.kernel_selection = KernelSelection(
-            layout, self.runtime, dtype=self.dtype, device=device, max_documents=fields.max_documents
+            layout, self.runtime, dtype=self.dtype, device=device, max_documents=self.fields.max_documents
         )
         self.active |= self.kernel_selection.select(earlier_choices, has_groups=groups is not None)
         stopwatch.end_phase("kernels")
@@ -154,7 +176,7 @@ class EngineParts:
         stopwatch.end_phase("model")
         self.data_parallel = self._make_data_parallel(axes, coordinate.pipeline, gathers_in_float8)
         if draws_weights:
-            self.data_parallel.initialise_slots(partial(initialise_parameter, seed=config.train.seed))
+            self.data_parallel.initialise_slots(partial(initialise_parameter, seed=self.config.train.seed))
         stopwatch.end_phase("data parallelism")
         self.optimizer = self._make_optimizer(axes, coordinate)
         stopwatch.end_phase("optimizer")
@@ -164,24 +186,26 @@ class EngineParts:
         self.pipeline = self._make_pipeline(groups, coordinate.pipeline)
         self._loss_weights = self._make_loss_weights(groups, rank)
         self.chunk_forward = self._make_chunk_forward()
-        if launch_clock is None and device.type == "cuda":
-            launch_clock = CudaLaunchClock()
+
+    def _choose_graphs(self, launch_clock: LaunchClock | None) -> None:
+        """Make the CUDA graphs of the chunks, if they are in use, and choose what depends on them.
+
+        Args:
+            launch_clock: as for the class; None on a CPU without a clock.
+        """
         self.graph_choice: GraphChoice | None = None
         self.graph_exclusion = ""
         self.graphs: ChunkGraphs | None = None
         self.graphs = self._make_graphs(launch_clock)
         # Ranks of all stages look for obstacles, so that all end with the same error.
         self.active |= choose_embedding_reduction(
-            layout,
+            self.layout,
             self.data_parallel,
             obstacle=self._find_row_exchange_obstacle(),
             has_embedding=self.chunks[0].is_first,
         )
         if self._has_row_limit:
             self.chunk_forward.keeps_batches = True  # a step may be repeated
-        if grid.pipeline > 1 and device.type == "cuda":
-            self.load_kernels()
-        stopwatch.end_phase("pipeline")
 
     @property
     def attention_choices(self) -> Choices:
@@ -236,11 +260,11 @@ class EngineParts:
         """Return what gathers parameters and reduces gradients. Set `gather_exchange` and `reduction_exchange`."""
         config = self.config
         self.gather_exchange, gather_line = engine_axes.choose_gathers(
-            axes.data, config, self.buffers, gathers_in_float8=gathers_in_float8, device=self.device
+            axes.data, self.layout, self.buffers, gathers_in_float8=gathers_in_float8, device=self.device
         )
         reduce_dtype = REDUCE_DTYPES.get(config.parallel.reduce_dtype)
         reduction = engine_axes.choose_reductions(
-            axes.reduce, config, self.buffers, device=self.device, reduce_dtype=reduce_dtype
+            axes.reduce, self.layout, self.buffers, device=self.device, reduce_dtype=reduce_dtype
         )
         self.reduction_exchange = reduction.exchange
         self.active |= gather_line | reduction.lines
@@ -371,7 +395,7 @@ class EngineParts:
                 capture_axis = self.buffers[0].axes.stage
             self.graph_choice = GraphChoice(
                 launch_clock,
-                can_replay=self._can_measure if graphs is None else graphs.can_replay,
+                is_typical=self._can_measure if graphs is None else graphs.is_typical,
                 world_axis=self.world_axis,
                 device=self.device,
                 kernels=self.runtime.kernels,

@@ -276,13 +276,14 @@ class Trainer:
             return
         self._pending_step = None
         numbers = StepNumbers.read(pending.result)
+        has_weights = numbers.has_weights
         self._check_peers(pending)
         self.first_steps.end()
         self.requests.follow(float(pending.result.stop_sum))
         if self.weight_watch is not None:
             self.status.checksum = self.weight_watch.read_checksum() or self.status.checksum
         seconds = self.clock.read()
-        self.skipped_steps.add(numbers.grad_norm, has_weights=numbers.has_weights)
+        self.skipped_steps.add(numbers.grad_norm, has_weights=has_weights)
         self.records.complete(pending, numbers, seconds=seconds, skipped_count=self.skipped_steps.count)
         # An error up to here leaves the step out of the ledger, the metrics and the counts. Ranks that keep their state
         # go on after a step only if the leader has counted it, so a counted step has both lines.
@@ -291,8 +292,8 @@ class Trainer:
         self.evaluations.is_awaited = self.evaluations.is_due(pending.step)
         for event, details in self.feed.find_loader_events(seconds):
             self.reporter.write_event(event, step=pending.step, **details)
-        self.skipped_steps.check(pending.step, numbers.loss, numbers.grad_norm, has_weights=numbers.has_weights)
-        if numbers.has_weights:
+        self.skipped_steps.check(pending.step, numbers.loss, numbers.grad_norm, has_weights=has_weights)
+        if has_weights:
             self._loss = numbers.loss
 
     def _check_peers(self, pending: PendingStep) -> None:
@@ -505,6 +506,11 @@ class Trainer:
         if self.step < last_step:
             self.checkpointer.prepare()
         self._stopwatch.end_phase("staging memory")
+        if self.evaluations.is_awaited and self.step < last_step:
+            # Before the report that the state is ready, since the record of a recovery counts what follows as the
+            # first step.
+            self._evaluate(is_repeated=True)
+            self._stopwatch.end_phase("repeated evaluation")
         summary.log_seconds(self._stopwatch, self.engine)
         self.status.start = replace(
             self._start,
@@ -513,8 +519,6 @@ class Trainer:
             source=self.checkpointer.loaded_from,
             is_standing=self.checkpointer.is_standing,
         )
-        if self.evaluations.is_awaited and self.step < last_step:
-            self._evaluate(is_repeated=True)
         first_step = self.step + 1
         self.next_groups.begin(first_step)
         self.first_steps.begin(first_step)

@@ -204,10 +204,13 @@ class ReplayCheck:
     def needs_eager_step(self) -> bool:
         """Return whether the step is checked and must run without graphs, which hide the operators from a trace.
 
-        Without experts and below ZeRO-2 the first micro-batch, the only traced one, always runs eagerly.
+        Only the first micro-batch is traced. With tensor or context parallelism it always runs eagerly, except that
+        experts run a step twice if a graph has too few rows.
         """
-        has_graph = self._engine.buffers[0].zero >= 2 or self._engine.experts is not None
-        return self._trained_trace is not None and has_graph
+        if self._trained_trace is None:
+            return False
+        graphs = self._engine.graphs
+        return self._engine.experts is not None or (graphs is not None and graphs.can_replay(0, 0))
 
     def end_step(self, step: int) -> None:
         """Compare the traces before the update. On any difference collect evidence and report it on all ranks."""

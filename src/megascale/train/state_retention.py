@@ -193,11 +193,11 @@ class StateRetention:
         """
         config, groups = self._layout.config, self._attempt.groups
         shards = [checkpoint.TensorShard(*fields) for fields in engine.logical_tensors()]
-        if early_slots is not None:
-            self._slots = early_slots.take()
         check: Callable[[], None] = lambda: None
         if self._parking is not None:
             check = self._parking.check
+        if early_slots is not None:
+            self._slots = early_slots.take(check)
         side_group = None
         if groups is not None:
             side_group = groups.side

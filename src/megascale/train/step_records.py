@@ -34,14 +34,11 @@ class PendingStep:
         sample_ids: hash of the ids of the step's samples; empty on all ranks but rank 0.
     """
 
+    step: int
     record: dict[str, Any]
     result: StepResult
     first_sample: int
     sample_ids: str
-
-    @property
-    def step(self) -> int:
-        return self.record["step"]
 
 
 @dataclass(frozen=True)
@@ -150,7 +147,7 @@ class StepRecords:
         sample_ids = ""
         if self._rank_info.rank == 0:
             sample_ids = self._feed.hash_step_ids(first_sample)
-        return PendingStep(record, result, first_sample, sample_ids)
+        return PendingStep(step, record, result, first_sample, sample_ids)
 
     def complete(self, pending: PendingStep, numbers: StepNumbers, *, seconds: float, skipped_count: int) -> None:
         """Add to a step's record what is known after its end.

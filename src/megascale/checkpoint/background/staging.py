@@ -31,7 +31,7 @@ from megascale.services.conversation import Conversation
 log = logging.getLogger(__name__)
 
 _REPORT_BYTES = 32 << 20  # bytes between two progress reports to the service
-_CHECK_SECONDS = 0.05  # between two checks whether a waiting thread must go on without the event
+CHECK_SECONDS = 0.05  # between two checks whether a waiting thread must go on without the event
 _PREPARE_TIMEOUT = 600.0  # seconds within which the service must free and clear the memory of a slot
 _REPLICA_TIMEOUT = 5.0  # seconds to wait for one replica, after which its peer counts as late
 
@@ -93,7 +93,7 @@ def wait_for(event: threading.Event, check: Callable[[], None], timeout: float =
         timeout: limit in seconds.
     """
     deadline = time.monotonic() + timeout
-    while not event.wait(min(_CHECK_SECONDS, max(0.0, deadline - time.monotonic()))):
+    while not event.wait(min(CHECK_SECONDS, max(0.0, deadline - time.monotonic()))):
         check()
         if time.monotonic() >= deadline:
             return False
