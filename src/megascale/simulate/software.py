@@ -73,6 +73,7 @@ class Software:
         fused_loss: the cross-entropy keeps logits in 16 bit, instead of a sequence of kernels in float32.
         fused_accumulation: the GEMM adds to the weight gradient; False: a kernel of autograd adds the result.
         tp_backward_overlap: the collective of an input's gradient overlaps with the GEMM of the weight gradient.
+        trains_adapters: only adapters are trained (train.lora), so that matrices have no gradient, reduction or update.
     """
 
     family: str = "megatron-2023"
@@ -106,6 +107,7 @@ class Software:
     fused_loss: bool = False
     fused_accumulation: bool = True
     tp_backward_overlap: bool = True
+    trains_adapters: bool = False
 
     @property
     def precision(self) -> str:
