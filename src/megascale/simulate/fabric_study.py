@@ -130,7 +130,7 @@ def measure_slowdowns(config: Config, gpus: int, variant: Variant) -> AxisTimes:
     placement = make_placement(grid, topology, variant.placement, variant.seed)
     times = FabricTimes(
         topology, placement, variant.queue_pairs, variant.draws, variant.polarised, variant.algorithm,
-        outages=variant.outages,
+        outages=variant.outages, wrap_share=traffic.wrap_share,
     )  # fmt: skip
 
     ranks = (0,) if variant.alone else None  # None: all ranks
@@ -286,7 +286,7 @@ def vary_network(config: Config, gpus: int, variants: dict[str, Variant]) -> lis
         times = times_by_key.get(variant.key) or measure_slowdowns(config, gpus, variant)
         times_by_key[variant.key] = times
         steps = [
-            estimate_step(scenario, "closed", network=network).seconds
+            estimate_step(scenario, "closed", network=network, check_memory=False).seconds
             for network in make_networks(scenario, ring, times, times_by_key[reference_network.key])
         ]
         data = float(AxisTimes.worst(times.data).mean())

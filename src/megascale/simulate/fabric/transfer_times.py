@@ -78,6 +78,7 @@ class FabricTimes:
         algorithm: algorithm of data-parallel collectives.
         tolerance: tolerance of `max_min.compute_finish_times`.
         outages: failed parts with their times.
+        wrap_share: as in `make_step_flows`.
     """
 
     topology: Topology
@@ -88,6 +89,7 @@ class FabricTimes:
     algorithm: str = "ring"
     tolerance: float = 0.02
     outages: tuple[Outage, ...] = ()
+    wrap_share: float = 1.0
     _table: dict[tuple[object, ...], Slowdown] = field(default_factory=dict, repr=False)
     _fabrics: dict[tuple[str, ...], Topology] = field(default_factory=dict, repr=False)
 
@@ -126,7 +128,8 @@ class FabricTimes:
     def _measure(
         self, axis: str, groups: Ints | None, concurrent: Sequence[tuple[str, float]], topology: Topology
     ) -> Slowdown:
-        flows = make_step_flows(self.placement, axis, 1e9, self.algorithm if axis == "data" else "ring")
+        algorithm = self.algorithm if axis == "data" else "ring"
+        flows = make_step_flows(self.placement, axis, 1e9, algorithm, wrap_share=self.wrap_share)
         group_count = len(self.placement.groups(axis))
         if groups is not None:
             is_selected = np.isin(flows.group, groups)
@@ -141,7 +144,7 @@ class FabricTimes:
                 raise ConfigError(
                     f"concurrent traffic ({concurrent_axis!r}, {share:g}): axes are {AXES_BETWEEN}, shares 0 or more"
                 )
-            flow_sets.append(make_step_flows(self.placement, concurrent_axis, share * 1e9))
+            flow_sets.append(make_step_flows(self.placement, concurrent_axis, share * 1e9, wrap_share=self.wrap_share))
         all_flows = Flows.join(*flow_sets)
         # At full rate, the NIC of a group with most bytes to send or to receive determines the time.
         nic = topology.bandwidth[: topology.nics].max()
