@@ -398,8 +398,8 @@ def flows(
             raise ConfigError(f"--vary={vary!r} must be KEY=A,B, such as leaf_oversubscription=1,2")
         variants = {value: base.with_key(key, value) for value in values.split(",")}
     config = load_for_gpus(file, context.args)
-    with make_console(stderr=True).status(f"simulating the groups of {gpus:,} GPUs on {len(variants)} networks"):
-        rows = vary_network(config, gpus, variants)
+    with make_console(stderr=True).status(f"simulating the groups of {gpus:,} GPUs") as status:
+        rows = vary_network(config, gpus, variants, report=status.update)
     if as_json:
         print_json(rows, indent=2)
     else:

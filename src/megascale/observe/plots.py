@@ -108,7 +108,7 @@ class Curves:
             label = f"{self.name}: {last_loss:.3f}"
             gap_count = sum(map(math.isnan, self.loss))
             if gap_count:
-                label += f", {gap_count} steps not finite"
+                label += f", {gap_count} step{'' if gap_count == 1 else 's'} not finite"
         if self.valid_points:
             _, valid_loss = self.valid_points[-1]
             label += f", held out {valid_loss:.3f}"

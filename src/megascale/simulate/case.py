@@ -16,7 +16,8 @@ from megascale.core.inventory import resolve_layers
 from megascale.core.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec
 from megascale.core.part_inventories import window_area_fraction
 from megascale.errors import FitError
-from megascale.simulate.software import ATTENTION_KERNELS, RECOMPUTE, Software
+from megascale.simulate.cluster import ATTENTION_KERNELS
+from megascale.simulate.software import RECOMPUTE, Software
 
 
 @dataclass(frozen=True)

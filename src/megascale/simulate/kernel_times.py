@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from megascale.simulate.case import Case
-from megascale.simulate.cluster import ClusterSpec
-from megascale.simulate.software import ATTENTION_KERNELS
+from megascale.simulate.cluster import ATTENTION_KERNELS, ClusterSpec
 
 # GEMM tiles from which a library may choose: rows, columns, share of the best tile's speed.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8))

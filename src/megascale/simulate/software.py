@@ -12,10 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megascale.errors import ConfigError
-from megascale.simulate.cluster import ClusterSpec
+from megascale.simulate.cluster import ATTENTION_KERNELS, ClusterSpec
 
-# Kernels for attention. A cluster file must give the rates of a kernel that is used, except of "unfused".
-ATTENTION_KERNELS = ("unfused", "flash1", "flash2", "cudnn")
 # Activations that backward recomputes. "core-attention" is Megatron-LM's selective recomputation: scores, softmax and
 # their product with the values.
 RECOMPUTE = ("none", "norms", "activation", "selective", "full", "mlp", "attention", "core-attention")

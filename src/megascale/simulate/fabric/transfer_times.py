@@ -7,7 +7,7 @@ step model multiplies the bandwidth terms of its times by the slow-downs (simula
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -79,6 +79,7 @@ class FabricTimes:
         tolerance: tolerance of `max_min.compute_finish_times`.
         outages: failed parts with their times.
         wrap_share: as in `make_step_flows`.
+        report: as in `max_min.compute_finish_times`.
     """
 
     topology: Topology
@@ -90,6 +91,7 @@ class FabricTimes:
     tolerance: float = 0.02
     outages: tuple[Outage, ...] = ()
     wrap_share: float = 1.0
+    report: Callable[[float], None] | None = None
     _table: dict[tuple[object, ...], Slowdown] = field(default_factory=dict, repr=False)
     _fabrics: dict[tuple[str, ...], Topology] = field(default_factory=dict, repr=False)
 
@@ -159,7 +161,9 @@ class FabricTimes:
         for draw in range(self.draws):
             keys = hash_five_tuples(split_flows, draw)
             paths = route_flows(topology, split_flows, keys, draw, self.polarised)
-            all_finish = compute_finish_times(paths, split_flows.size, topology.bandwidth, self.tolerance)
+            all_finish = compute_finish_times(
+                paths, split_flows.size, topology.bandwidth, tolerance=self.tolerance, report=self.report
+            )
             finish = all_finish[: len(flows) * self.queue_pairs]
             group_finish = np.zeros(group_count)
             np.maximum.at(group_finish, split_flows.group[: len(finish)], finish)

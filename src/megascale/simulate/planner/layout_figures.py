@@ -203,12 +203,12 @@ class LayoutFigures:
     @property
     def bubble(self) -> float:
         """Idle time of the busiest stage divided by its busy time, from the replay."""
-        return float(self.timeline.bubble)
+        return max(0.0, float(self.timeline.bubble))  # rounding may give -1e-16
 
     @property
     def idle(self) -> float:
         """Share of the step in which a stage is idle, mean over stages; contains the bubble and unequal stages."""
-        return float(1 - self.timeline.busy.mean() / self.timeline.makespan)
+        return max(0.0, float(1 - self.timeline.busy.mean() / self.timeline.makespan))
 
     @property
     def offloaded_gib(self) -> float:
