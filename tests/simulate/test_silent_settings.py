@@ -24,6 +24,7 @@ from megascale.simulate.cluster import list_shipped_clusters, load_cluster
 from megascale.simulate.fabric.step_traffic import estimate_step_traffic
 from megascale.simulate.planner.layout_cost import make_plan
 from megascale.simulate.planner.layout_figures import find_device_gib
+from megascale.simulate.run_plan import plan_run
 from megascale.simulate.step import StepEstimate, estimate_step
 
 BASE = ["--model.preset=gpt-1.3b", "--parallel.tensor=2", "--train.micro_batch=2", "--train.global_batch=64"]
@@ -298,3 +299,10 @@ def test_placements_that_the_layout_excludes_are_skipped():
     assert "skipped replicas" in output
     with pytest.raises(FitError, match="--placement data"):
         CliRunner().invoke(app, shlex.split(f"{line} --placement replicas"), catch_exceptions=False)
+
+
+def test_a_run_of_unknown_size_is_planned_for_its_configuration(tmp_path):
+    (tmp_path / "config.toml").write_text(
+        '[model]\npreset = "tiny"\nvocab_size = 512\n[parallel]\ntensor = 2\ndata = 3\n[train]\nglobal_batch = 24\n'
+    )
+    assert plan_run(tmp_path, 0)["gpus"] == 6

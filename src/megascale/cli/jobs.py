@@ -77,8 +77,8 @@ def jobs(
             rows.append(row)
     if errors and len(errors) == len(folders):
         raise errors[0]
-    for error in errors:
-        typer.secho(f"left out: {error}", fg="yellow", err=True)
+    for damage in errors:
+        typer.secho(f"left out: {damage}", fg="yellow", err=True)
     if as_json:
         print_json(rows)
         return

@@ -31,7 +31,7 @@ def plan_run(run: Path, world: int, cluster: str = "") -> dict[str, Any]:
     `cluster` is empty or the step cannot be predicted, and `not_predicted` is the reason.
 
     Args:
-        world: number of ranks.
+        world: number of ranks; 0 if unknown: those of the configuration.
         cluster: name of a cluster that comes with the simulator, or "".
 
     Raises MegascaleError for a configuration that cannot be planned, or for an unknown cluster.
@@ -45,6 +45,8 @@ def plan_run(run: Path, world: int, cluster: str = "") -> dict[str, Any]:
         config = configuration.load(file, keep_unknown_parts=True)
     except (ValueError, RecursionError) as error:
         raise DataError(f"the config.toml of {run.name} is damaged: {error}") from None
+    if not world:
+        world = config.parallel.model_ranks * (config.parallel.data or 1)
     machine = load_cluster(cluster) if cluster else None
     device_gib = DEVICES[_DEFAULT_DEVICE] if machine is None else machine.gpu.memory_gib
     if machine is not None:
