@@ -19,6 +19,7 @@ import pytest
 import typer.testing
 from hypothesis import HealthCheck, settings
 
+from tests.campaign import select_tests
 from tests.forked import BENCHMARKS, CHAOS, COMMAND, Forked, share_server, use_shared_server
 
 # Collections while torch and the tests are loaded free nothing and take a fifth of the time of the imports.
@@ -78,6 +79,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return group if group != nodeid else nodeid.partition("::")[0]
 
     return ByFile(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the tests of `tests/campaign.toml` out."""
+    select_tests(config, items)
 
 
 def pytest_collection_finish() -> None:

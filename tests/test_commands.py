@@ -65,6 +65,8 @@ EXISTING = (
     (r"^(timeline .*)--rank 0", r"\1--ranks 0"),
     (r"--step 300", "--step 10"),
     (r" --node-rank$", ""),
+    (r"docs/images/", ""),
+    (r"--gpus 1024 --model.preset=llama3.1-70b", "--gpus 8 --model.preset=llama3.1-8b"),
 )
 # Commands that are only parsed, with reasons.
 PARSED = {
@@ -80,6 +82,11 @@ PARSED = {
     r"bench kernels|python -m ": "minutes to hours, or a GPU (tests/benchmarks, tests/chaos)",
     r"\b(RUN|FILE)\b": "a placeholder",
     r"hang |faults inject|diagnose --pairs": "needs what is broken, or other machines (tests/resilience)",
+    r"driver_metrics=0\.0\.0\.0": "opens fixed ports of the machine (tests/kubernetes)",
+    r"^dashboard ": "serves until Ctrl-C (tests/observe/dashboard)",
+    r"^spans .*--steps \d+ *($|#)": "needs a run that trains (tests/observe)",
+    r"=network\.env|placement\.json": "needs a file of another command (tests/simulate)",
+    r"^network flows |^simulate step .*--fabric|^simulate search .*--days": "half a minute or more (tests/simulate)",
 }
 
 
@@ -168,6 +175,7 @@ def run(folder: Path, command: str) -> None:
         process.kill()
 
 
+@pytest.mark.timeout(900)  # about 90 commands, one after another
 def test_commands_run(world, record_property):
     done: dict[str, str] = {}
     for page, command in sorted(RUN, key=lambda pair: pair[0] != "quickstart.md"):  # which launches what others look at
@@ -196,4 +204,7 @@ def test_commands_that_are_not_run_are_parsed(record_property):
         except Exception as error:
             pytest.fail(f"{page}: megascale {command}: {error}")
         record_property("documents: parsed only", f"{page}: megascale {command.partition(' #')[0]}: {why}")
-    assert len(ONLY_PARSED) <= (len(RUN) + len(ONLY_PARSED)) / 3
+    run_commands = {command.partition(" #")[0] for _, command in RUN}
+    # Measurements and campaigns, which start with python, are never run here.
+    parsed_commands = {c.partition(" #")[0] for _, c, _ in ONLY_PARSED if not c.startswith("python ")}
+    assert len(parsed_commands) <= (len(run_commands) + len(parsed_commands)) / 3

@@ -128,7 +128,7 @@ def measure(config: Config, repeats: int) -> dict[str, Any] | None:
     from megascale.parallel.collectives import SINGLE_RANK, Axis
     from megascale.rendezvous.groups import shutdown
     from megascale.rendezvous.start_job import initialise
-    from megascale.train.engine import DTYPES
+    from megascale.train.engine_parts import DTYPES
     from megascale.train.rank_info import find_rank_info
 
     location = find_rank_info(config)

@@ -20,6 +20,7 @@ from megascale.cli.bench import BENCHES, MOVED
 from megascale.cli.main import COMMANDS, PANELS, app, make_command_line
 from tests.chaos import __main__ as chaos
 from tests.chaos.__main__ import CAMPAIGNS
+from tests.test_commands import parse
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,6 +120,35 @@ def test_help_shows_words_in_brackets(app, monkeypatch):
             assert "".join(text.split()) in shown, f"{' '.join(arguments)}: {text} is not shown"
             checked += 1
     assert checked
+
+
+def test_arguments_are_in_capitals_and_flags_have_no_type():
+    checked = 0
+    for arguments, _ in leaf_commands(get_command(app)):
+        output = CliRunner().invoke(app, [*arguments, "--help"]).output
+        usage = re.search(rf"{' '.join(arguments)} \[OPTIONS\](.*)", output)
+        assert usage is not None, arguments
+        assert not re.search(r"[{}]|\[\[|\b[a-z]+\b(?<!toml)", usage[1]), usage[0]
+        assert "<bool>" not in output, arguments
+        checked += 1
+    assert checked > 50
+    assert "Missing argument 'RUN'" in CliRunner().invoke(app, ["generate"]).output
+
+
+def test_examples_of_help_pages_parse():
+    """Examples stand on lines of their own, behind "Example:", or as code in a list."""
+    examples = []
+    for _, command in leaf_commands(get_command(app)):
+        text = re.sub(r"\s+\\?\n\s+(?=--|-)", " ", command.help or "")
+        examples += re.findall(r"(?:^ *|Example: |`)(megascale [a-z]+ [^`\n]*)", text, re.M)
+    assert len(examples) > 80
+    for example in examples:
+        words = re.split(r" (?:-- |[|>] )|,? and ", example)[0].rstrip(".")
+        try:
+            parse(words)
+        except Exception as error:
+            if type(error).__name__ != "MissingParameter" or "-" in words:  # such as a sentence on `megascale plan`
+                pytest.fail(f"{words}: {type(error).__name__}: {error}")
 
 
 def test_each_command_has_one_panel():

@@ -20,7 +20,7 @@ def why(*settings: str, data: int = 1, tensor: int = 1) -> str:
 
 
 def test_a_measurement_replaces_the_estimate_of_launches():
-    settings = ["model.preset=gpt-13b", "train.micro_batch=8", "train.global_batch=64", "parallel.data=2"]
+    settings = ["model.preset=gpt-13b", "train.micro_batch=8", "train.global_batch=64", "parallel.pipeline=2"]
     tree = configuration.load(None, settings)
     assert "longer than its launches" in explain_no_graphs(tree, Grid())
     assert explain_no_graphs(tree, Grid(), measures_launches=True) == ""
@@ -31,6 +31,45 @@ def test_a_measurement_replaces_the_estimate_of_launches():
     refused, reason = layout.stage_memory(0, memory.total - 1, measures_launches=True)
     assert "do not fit in the remaining memory" in reason
     assert refused.graph_buffers == 0
+
+
+def find_graph_bytes(world: int, *settings: str) -> tuple[int, int]:
+    """Return the buffers of graphs and the activations of a rank of gpt2-124m."""
+    arguments = ["model.preset=gpt2-124m", "train.global_batch=16", "train.micro_batch=2", "train.precision=bfloat16"]
+    tree = configuration.load(None, [*arguments, "kernels.graphs=on", *settings])
+    memory, reason = lay_out(tree, world).stage_memory(0)
+    assert reason == ""
+    return memory.graph_buffers, memory.activations
+
+
+UNCHECKED = "resilience.replay_interval=0"
+
+
+@pytest.mark.parametrize("settings", [(), ("parallel.zero=0",), ("parallel.zero=2", "train.linear_precision=float8")])
+def test_graphs_of_data_parallel_ranks_hold_no_activations_twice(settings):
+    """All micro-batches are replayed, so no eager one holds activations beside those of graphs."""
+    graph_bytes, _ = find_graph_bytes(2, "parallel.data=2", UNCHECKED, *settings)
+    assert graph_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        # The exchange of tensor parallelism is not cut, so the first and the last micro-batch are eager.
+        (4, ("parallel.tensor=2", UNCHECKED)),
+        # Steps that a replay check traces are eager.
+        (2, ()),
+        (2, ("resilience.replay_interval=10",)),
+    ],
+)
+def test_graphs_hold_the_activations_of_an_eager_micro_batch(world, settings):
+    graph_bytes, activation_bytes = find_graph_bytes(world, "parallel.data=2", *settings)
+    assert graph_bytes > activation_bytes / 2
+
+
+def test_runs_without_determinism_have_no_replay_checks():
+    graph_bytes, _ = find_graph_bytes(2, "parallel.data=2", "kernels.deterministic=false")
+    assert graph_bytes == 0
 
 
 @pytest.mark.parametrize(

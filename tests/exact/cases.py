@@ -5,17 +5,13 @@ A case is a nested dictionary as a TOML file gives it, and the number of process
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-import pytest
 from hypothesis import strategies as st
 
 PROCESSES = 8
-HAS_ALL_CASES = os.environ.get("MEGASCALE_EXACT_CASES") == "all"
 SMALL: dict[str, Any] = {
     "model": {
         "layers": 4,
@@ -87,25 +83,6 @@ def case(
     }
     tree["train"]["global_batch"] = tree["train"]["micro_batch"] * data * microbatches
     return Case(tree, tensor * pipeline * data * tree["parallel"].get("context", 1))
-
-
-def select_cases(cases: Iterable[str], campaign: Collection[str]) -> list[Any]:
-    """Return the names of the cases that this run trains.
-
-    Cases of `campaign` execute the lines of other cases, which noticed each mutant that they noticed
-    (`scripts/redundant_tests.py`). They run with MEGASCALE_EXACT_CASES=all. Raises ValueError for an unknown name.
-    """
-    names = list(cases)
-    unknown = sorted(set(campaign) - set(names))
-    if unknown:
-        raise ValueError(f"campaign cases {unknown} are not among the cases; correct or remove the names")
-    selected: list[Any] = []
-    for name in names:
-        if name not in campaign:
-            selected.append(name)
-        elif HAS_ALL_CASES:
-            selected.append(pytest.param(name, marks=pytest.mark.campaign))
-    return selected
 
 
 # For what does not depend on how many there are: a stage's or a chunk's layers meet in other cases.
@@ -325,23 +302,6 @@ HARD = {
         2, 1, 2, microbatches=2, zero=2, model={**KINDS, "block": "parallel", "layers": 3}, optimizer={"name": "muon"}
     ),
 }
-
-HARD_CAMPAIGN = (
-    "uneven rounds, 4 stages of 2",
-    "uneven rounds, 4 stages of 3, one layer each",
-    "one round of all micro-batches",
-    "fewer micro-batches than stages, interleaved",
-    "one micro-batch",
-    "one layer a stage",
-    "uneven split of layers",
-    "tied over stages, ZeRO-0, lamb",
-    "tied over stages, ZeRO-1, adamw",
-    "tied over stages, ZeRO-2, adamw",
-    "many small buckets, ZeRO-0",
-    "many small buckets, ZeRO-2",
-    "clipping counts every parameter once",
-    "norms on sums, halves of layers, dropout",
-)
 
 
 @st.composite

@@ -31,11 +31,15 @@ def one_eager_step() -> Iterator[None]:
 
 @dataclass
 class RecordedCapture:
-    """Operators and actions at cuts, in order, and the tensor that they write."""
+    """Operators and actions at cuts, in order, and the tensor that they write.
+
+    Attributes:
+        cuts: the actions at cuts, which are parts too.
+    """
 
     parts: list[Callable[[], None]] = field(default_factory=list)
     result: torch.Tensor | None = None
-    cut_count: int = 0
+    cuts: list[Callable[[], None]] = field(default_factory=list)
 
     @torch.no_grad()
     def replay(self) -> None:
@@ -86,15 +90,14 @@ class RecordingPool:
     def cut(self, action: Callable[[], None]) -> None:
         """Run `action` at this point of each replay."""
         self._capture.parts.append(action)
-        self._capture.cut_count += 1
+        self._capture.cuts.append(action)
 
     @contextmanager
     def _memory_put_back(self) -> Iterator[None]:
         memory = [buffer.grads for buffer in self._graphs._buffers]
         cuts = self._graphs._unit_cuts
-        if cuts is not None:
+        if cuts is not None and cuts._data_parallel.gradient_slots is not None:
             data_parallel = cuts._data_parallel
-            assert data_parallel.gradient_slots is not None
             data_parallel.gradient_slots.drain()
             memory.append(data_parallel.gradient_slots.memory)
             if data_parallel.parameter_slots is not None:

@@ -11,7 +11,7 @@ import torch
 from megascale import checkpoint
 from megascale.config import from_tree
 from megascale.train.engine import Engine
-from tests.exact.cases import Case, case, select_cases
+from tests.exact.cases import Case, case
 from tests.exact.compare import assert_equal
 from tests.exact.training import FEW_STEPS, RankReport, make_engine, observe, run_step, state_of
 
@@ -152,18 +152,7 @@ PAIRS = {
 }
 
 
-CAMPAIGN = (
-    "Muon's momentum",
-    "one process to eight",
-    "eight to one",
-    "pipeline to data",
-    "ZeRO-1 to ZeRO-3 of more",
-    "experts over data, four ranks to one process",
-    "slices of sequences to one process",
-)
-
-
-@pytest.mark.parametrize("name", select_cases(PAIRS, CAMPAIGN))
+@pytest.mark.parametrize("name", PAIRS)
 def test_saved_by_one_layout_loaded_by_another(name, pool, one_process, tmp_path):
     saver, loader = PAIRS[name]
     model, folder = from_tree(saver.tree).model, tmp_path / "checkpoints"

@@ -32,7 +32,7 @@ from megascale.parallel.linear import make_linears
 from megascale.train import chunk_forward, loss_weights
 from megascale.train.engine_axes import choose_context_exchange
 from megascale.train.generation import Sampling, _run_chunk, generate_tokens
-from tests.exact.cases import KINDS, LLAMA3, POST_NORMS, SMALL, TWO_LAYERS, Case, case, select_cases
+from tests.exact.cases import KINDS, LLAMA3, POST_NORMS, SMALL, TWO_LAYERS, Case, case
 from tests.exact.compare import TOLERANCE, assert_equal, differences
 from tests.exact.test_experts import BALANCED, BIASED, DEEPSEEK, experts_case
 from tests.exact.training import FEW_STEPS, train
@@ -186,19 +186,6 @@ CASES = {
         2, 2, 2, model=TWO_LAYERS, overlap={"tensor": "off", "pipeline": False, "data": False}
     ),
 }
-CAMPAIGN = (
-    "heads in parts, groups, tensor, stages, recompute",
-    "four ranks, ZeRO-2",
-    "keys gathered",
-    "keys gathered, window, softcap",
-    "tensor, data, ZeRO-1, Muon",
-    "tensor, pipeline",
-    "interleaved stages, data, ZeRO-2",
-    "experts, balance of whole sequences",
-    "attention recomputed",
-    "experts recomputed",
-    "experts over context, stages, offloaded",
-)
 FIELD_CASES = {
     "documents, window, each key to two ranks": (
         context_case(4, model={**ROTARY, "kv_heads": 2, "window": 3}, train={"micro_batch": 2}),
@@ -221,7 +208,7 @@ def check(chosen: Case, pool: Any, fields: SampleFields = NO_FIELDS) -> None:
     assert_equal(expected, report, from_tree(chosen.tree).model)
 
 
-@pytest.mark.parametrize("name", select_cases(CASES, CAMPAIGN))
+@pytest.mark.parametrize("name", CASES)
 def test_layouts(name: str, pool: Any) -> None:
     check(CASES[name], pool)
 

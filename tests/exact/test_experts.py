@@ -17,7 +17,7 @@ from megascale.model.experts import list_expert_layers
 from megascale.model.transformer import Chunk
 from megascale.train.engine import Engine
 from megascale.train.expert_balance import ExpertBalance
-from tests.exact.cases import Case, case, select_cases
+from tests.exact.cases import Case, case
 from tests.exact.compare import assert_equal
 from tests.exact.training import FEW_STEPS, STEPS, train
 
@@ -114,18 +114,6 @@ CASES = list_factorisations() | {
     ),
 }
 
-CAMPAIGN = (
-    "TP1 PP1x1 DP4 ZeRO-0 adamw none 0",
-    "TP1 PP1x1 DP4 ZeRO-2 lamb none 2",
-    "TP1 PP1x1 DP4 ZeRO-3 adamw full 3",
-    "TP1 PP2x1 DP2 ZeRO-0 muon full 4",
-    "TP1 PP2x1 DP2 ZeRO-2 adamw selective 6",
-    "TP1 PP4x1 DP1 ZeRO-0 lamb selective 8",
-    "TP2 PP1x1 DP2 ZeRO-0 adamw full 12",
-    "TP2 PP1x1 DP2 ZeRO-1 muon full 13",
-    "biases, sinks and a gate, ZeRO-2",
-)
-
 
 def data_case(expert: int, *sizes: int, **options: Any) -> Case:
     """Return a case whose experts are divided over `expert` ranks that read different samples."""
@@ -159,15 +147,8 @@ OVER_DATA = {
     "one expert per rank, most ranks without tokens": data_case(4, experts={**BALANCED, "number": 4, "top_k": 1}),
 }
 
-OVER_DATA_CAMPAIGN = (
-    "4 ranks, gathered",
-    "2 ranks of 4, ZeRO-2, Muon, gathered",
-    "2 ranks of 4, ZeRO-3, recomputed, all-to-all",
-    "2 x 2 tensor ranks, biases and sinks, gathered",
-)
 
-
-@pytest.mark.parametrize("name", select_cases(OVER_DATA, OVER_DATA_CAMPAIGN))
+@pytest.mark.parametrize("name", OVER_DATA)
 def test_experts_over_data_equal_one_process(name, pool, one_process):
     config = from_tree(OVER_DATA[name].tree)
     gathers = gathers_expert_tokens(config.model.expert_settings, config.parallel.tensor, config.parallel.expert)
@@ -176,7 +157,7 @@ def test_experts_over_data_equal_one_process(name, pool, one_process):
     assert_equal(one_process(OVER_DATA[name].twin, FEW_STEPS), result, from_tree(OVER_DATA[name].tree).model)
 
 
-@pytest.mark.parametrize("name", select_cases(CASES, CAMPAIGN))
+@pytest.mark.parametrize("name", CASES)
 def test_a_layout_equals_one_process(name, pool, one_process):
     steps = STEPS if "a parallel block" in name else FEW_STEPS
     result = pool.run(train, CASES[name].world, CASES[name].tree, steps)

@@ -23,7 +23,7 @@ from megascale.parallel.collectives import Pending
 from megascale.parallel.float8_gather import Float8Gather
 from megascale.train.engine import Engine
 from megascale.train.weights import sum_bits
-from tests.exact.cases import TWO_LAYERS, case, select_cases
+from tests.exact.cases import TWO_LAYERS, case
 from tests.exact.training import Boxed, make_engine, state_of, tokens
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -159,7 +159,7 @@ def assert_same_bits(single: Story, second: Story) -> None:
             assert np.array_equal(remaining.values, right.values), remaining.name
 
 
-@pytest.mark.parametrize("name", select_cases(LAYOUTS, ("tensor, pipeline, recompute",)))
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_it_gives_the_bits_of_casts_of_gathered_weights(name, pool, tmp_path):
     layout = LAYOUTS[name]
     theirs = pool.run(run_rank, layout.world, layout.tree, "default", tmp_path / "default")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megascale.config import from_tree
 from megascale.core.batch import NO_FIELDS
-from tests.exact.cases import HARD, HARD_CAMPAIGN, Case, case, cases, select_cases
+from tests.exact.cases import HARD, Case, case, cases
 from tests.exact.compare import assert_equal
 from tests.exact.training import FEW_STEPS, STEPS, late_gemms, make_engine, train
 
@@ -32,7 +32,7 @@ def check(case: Case, pool, one_process, steps: int, late: bool = False) -> None
     assert_equal(one_process(case.twin, steps), result, config.model)
 
 
-@pytest.mark.parametrize("name", select_cases(HARD, HARD_CAMPAIGN))
+@pytest.mark.parametrize("name", HARD)
 def test_known_hard(name, pool, one_process):
     # A third step is after the warm-up, and the first between two that gather: of every ZeRO with every optimizer.
     check(HARD[name], pool, one_process, STEPS if "ZeRO" in name and "tied" in name else FEW_STEPS)

@@ -33,11 +33,12 @@ FAST = (4.0, 10.0)
 # Layout, replayed micro-batches per step and rank, and measurements per rank.
 LAYOUTS = {
     "one rank": (case(microbatches=4, model=TWO_LAYERS), 4, 2 * MAX_SAMPLES),
-    "data": (case(1, 1, 2, microbatches=4, model=TWO_LAYERS), 2, 4),
+    "data": (case(1, 1, 2, microbatches=4, model=TWO_LAYERS), 4, 4),
+    "data, one micro-batch": (case(1, 1, 2, microbatches=1, model=TWO_LAYERS), 1, 2),
     "tensor": (case(2, 1, 1, microbatches=2), 2, 4),
     "pipeline, two chunks, data, float8": (
         case(1, 2, 2, virtual=2, microbatches=4, train={"linear_precision": "float8"}),
-        4,
+        8,
         8,
     ),
     "tensor, pipeline": (case(2, 2, 1, microbatches=4), 4, 4),
@@ -225,8 +226,8 @@ def test_a_rank_whose_memory_is_full_keeps_all_ranks_eager(pool):
 
 
 def test_steps_without_replayable_micro_batches_stay_eager(pool):
-    layout = case(1, 1, 2, microbatches=2, model=TWO_LAYERS)
-    for run in pool.run(train, layout.world, layout.tree, "auto", [SLOW, SLOW]):
+    layout = case(2, 1, 2, microbatches=2, model=TWO_LAYERS)  # the exchange of tensor parallelism is not cut
+    for run in pool.run(train, layout.world, layout.tree, "auto", [SLOW] * layout.world):
         assert run.measured == [0] * STEPS
         assert run.lines[-1] == "off (no micro-batch of a step can be replayed)"
 
@@ -323,9 +324,9 @@ def test_new_ranks_adopt_the_exclusion_of_an_earlier_attempt(pool):
 # Let the trainer's engine measure with a fixed clock, as on a GPU with a slow host.
 SLOW_HOST = """
 from functools import partial
-from megascale.train import loop
+from megascale.train import state_retention
 from tests.fixed_clock import FixedClock
-loop.Engine = partial(loop.Engine, launch_clock=FixedClock(8.0, 10.0))
+state_retention.Engine = partial(state_retention.Engine, launch_clock=FixedClock(8.0, 10.0))
 """
 
 

@@ -20,6 +20,7 @@ from megascale.optim.update_hold import UpdateHold
 from megascale.rendezvous.group_sockets import cut_connections, list_new_sockets, list_sockets
 from megascale.rendezvous.groups import make_groups
 from megascale.train.engine import Engine
+from megascale.train.engine_rejoin import find_complete_step, leave_groups, rejoin_groups
 from megascale.train.replay_check import ReplayCheck, ReplayEvidence
 from tests.exact import test_uneven_shares
 from tests.exact.cases import Case, case
@@ -77,7 +78,7 @@ def train_through_failure(
         run_step(engine, FAILED_STEP, report)
     cut_connections(sockets)
     del report.gradients[complete_steps:]
-    engine.leave_groups()
+    leave_groups(engine)
     forget_groups()
     _make_world(store, "second", rank, world)
     config = configuration.from_tree(tree)
@@ -90,7 +91,7 @@ def train_through_failure(
         timeout=LIMIT,
         name_suffix=make_attempt_suffix(2),
     )
-    engine.rejoin(groups, {})
+    rejoin_groups(engine, groups, {})
     check = _check_replays(engine, rank) if replays else None
     with engine.loading_weights():
         pass  # a rank whose state stays loads nothing
@@ -202,7 +203,7 @@ def train_to_held_step(rank: int, world: int, tree: dict[str, Any]) -> tuple[int
     run_step(engine, HELD_STEP, report)
     engine.synchronize()
     is_equal = [np.array_equal(old.values, new.values) for old, new in zip(before, state_of(engine), strict=True)]
-    complete_step = engine.find_complete_step()
+    complete_step = find_complete_step(engine)
     hold.release()
     run_step(engine, HELD_STEP, report)
     return complete_step, float(results[HELD_STEP - 1].hold_sum), is_equal, float(results[HELD_STEP].hold_sum)

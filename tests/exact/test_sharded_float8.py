@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megascale.parallel.float8_gather import Float8Gather
-from tests.exact.cases import TWO_LAYERS, case, select_cases
+from tests.exact.cases import TWO_LAYERS, case
 from tests.exact.test_float8_gather import assert_same_bits, run, run_rank
 from tests.exact.test_sharded_parameters import poisoned_slots
 from tests.exact.training import make_engine
@@ -46,7 +46,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", select_cases(LAYOUTS, ("tied",)))
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_float8_gathers_give_the_bits_of_casts_of_gathered_weights(name, pool, tmp_path):
     """Over steps, one of them skipped, evaluation between them, and a checkpoint loaded over what was there."""
     layout = LAYOUTS[name]

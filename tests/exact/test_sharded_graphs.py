@@ -1,4 +1,4 @@
-"""Replays under ZeRO-2 and 3 give the bits of eager steps, and units keep their addresses.
+"""Replays of data-parallel ranks give the bits of eager steps, and units keep their addresses.
 
 Captures record operators, so that a replay runs no Python of the chunk (recorded_graphs.py).
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,15 +18,19 @@ import torch
 from megascale.config import from_tree
 from megascale.core.layout import lay_out
 from megascale.errors import ConfigError
-from megascale.parallel import parameter_slots
-from megascale.parallel.chunk_graphs import EAGER_STEPS, CapturedMicrobatch, ChunkGraphs
+from megascale.parallel import data_parallel, float8_gather, parameter_slots
+from megascale.parallel.chunk_graphs import EAGER_STEPS, CapturedMicrobatch, ChunkGraphs, GraphedRunner
 from megascale.parallel.collectives import Axis, Pending, all_gather_into
+from megascale.parallel.data_parallel import DataParallel
 from megascale.parallel.gradient_slots import GradientBucket
 from megascale.parallel.parameter_slots import ParameterSlots, ParameterUnit
+from megascale.parallel.pipeline import EagerRunner
 from megascale.parallel.unit_cuts import UnitCuts
 from megascale.train.engine import Engine
-from tests.exact.cases import TWO_LAYERS, Case, case, select_cases
-from tests.exact.recorded_graphs import STEPS, one_eager_step, recorded_graphs
+from megascale.train.evaluation import evaluate_file
+from tests.exact.cases import TWO_LAYERS, Case, case
+from tests.exact.recorded_graphs import STEPS, RecordedCapture, one_eager_step, recorded_graphs
+from tests.exact.test_evaluation import write_held_out
 from tests.exact.test_graphs import assert_same_bits
 from tests.exact.test_sharded_parameters import poisoned_slots
 from tests.exact.training import RankReport, make_engine, observe, run_step, state_of
@@ -32,9 +38,66 @@ from tests.exact.training import RankReport, make_engine, observe, run_step, sta
 pytestmark = pytest.mark.xdist_group("processes")
 
 UNTIED = {"tied_embeddings": False}
+FLOAT8 = {"train": {"linear_precision": "float8"}}
 
 # Each with the backwards that a rank replays in a step.
 LAYOUTS: dict[str, tuple[Case, int]] = {
+    "ZeRO-1, tied": (case(data=2, microbatches=3, model=TWO_LAYERS, parallel={"bucket_elements": 700}), 3),
+    "ZeRO-1, nothing overlapped": (case(data=2, microbatches=2, model=UNTIED, overlap={"data": False}), 2),
+    "ZeRO-1, one micro-batch": (
+        case(data=2, microbatches=1, model=TWO_LAYERS, parallel={"bucket_elements": 700}),
+        1,
+    ),
+    "ZeRO-0, two micro-batches, full recompute": (
+        case(data=2, microbatches=2, zero=0, parallel={"bucket_elements": 700, "recompute": "full"}),
+        2,
+    ),
+    "ZeRO-1, selective recompute, parallel block, Muon": (
+        case(
+            data=2,
+            microbatches=2,
+            model={**UNTIED, "block": "parallel", "activation": "swiglu", "positions": "rotary"},
+            parallel={"recompute": "selective", "bucket_elements": 700},
+            optimizer={"name": "muon"},
+        ),
+        2,
+    ),
+    "ZeRO-1, float8": (
+        case(data=2, microbatches=3, model={"layers": 3}, parallel={"bucket_elements": 700}, **FLOAT8),
+        3,
+    ),
+    "ZeRO-1, float8 gathers": (
+        case(
+            data=2,
+            microbatches=4,
+            model={"layers": 3},
+            parallel={"gather_precision": "float8", "bucket_elements": 700},
+            **FLOAT8,
+        ),
+        4,
+    ),
+    "ZeRO-1, float8 rows": (
+        case(
+            data=2,
+            microbatches=2,
+            model={"layers": 3},
+            parallel={"bucket_elements": 700},
+            train={"linear_precision": "float8_rowwise"},
+        ),
+        2,
+    ),
+    "ZeRO-1, two stages of two chunks, tied, float8 gathers": (
+        case(
+            1,
+            2,
+            2,
+            virtual=2,
+            microbatches=4,
+            parallel={"gather_precision": "float8", "bucket_elements": 700},
+            **FLOAT8,
+        ),
+        8,
+    ),
     "ZeRO-2, tied": (case(data=2, microbatches=3, zero=2, model=TWO_LAYERS, parallel={"bucket_elements": 700}), 3),
     "ZeRO-2, untied, nothing overlapped": (
         case(data=2, microbatches=2, zero=2, model=UNTIED, overlap={"data": False}),
@@ -44,7 +107,7 @@ LAYOUTS: dict[str, tuple[Case, int]] = {
     # The first forward makes float8 copies of weights as they arrive.
     "ZeRO-2, float8": (
         case(data=2, microbatches=3, zero=2, model=TWO_LAYERS, train={"linear_precision": "float8"}),
-        2,
+        3,
     ),
     "ZeRO-2, tables divided by rows": (
         case(
@@ -132,9 +195,7 @@ def train(
     return report, replayed
 
 
-@pytest.mark.parametrize(
-    "name", select_cases(LAYOUTS, ("ZeRO-2, one micro-batch", "ZeRO-3, two stages of two chunks, tied"))
-)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_replays_give_the_bits_of_eager_steps(name, pool):
     """No slot is read after its release: it holds NaN then."""
     layout, expected = LAYOUTS[name]
@@ -169,21 +230,42 @@ def accumulation_overwrites() -> Iterator[None]:
         yield
 
 
+def gather_late(out: torch.Tensor, shard: torch.Tensor, axis: Axis) -> Pending:
+    """Gather as `all_gather_into` does, but write other ranks' parts of `out` when the gather is awaited."""
+    arrived = torch.empty_like(out)
+    pending = all_gather_into(arrived, shard, axis)
+    for rank, part in enumerate(out.view(torch.uint8).chunk(axis.size)):
+        if rank != axis.rank:
+            part.zero_()
+
+    def arrive() -> None:
+        pending.wait()
+        out.copy_(arrived)
+
+    return Pending(out, finish=arrive)
+
+
+@contextmanager
+def gathers_arrive_late() -> Iterator[None]:
+    """Let parameters that ZeRO-1 gathers arrive when they are awaited, and be zero before."""
+    with (
+        recorded_graphs(),
+        mock.patch.object(data_parallel, "all_gather_into", gather_late),
+        mock.patch.object(float8_gather, "all_gather_into", gather_late),
+    ):
+        yield
+
+
+@contextmanager
+def gathers_are_late_and_captures_not_cut() -> Iterator[None]:
+    with gathers_arrive_late(), mock.patch.object(UnitCuts, "_cut"):
+        yield
+
+
 @contextmanager
 def gathers_are_not_awaited() -> Iterator[None]:
     """Let replays go on before a gather has arrived; gathers arrive when they are awaited."""
-    gather, wait = all_gather_into, ParameterUnit.wait
-
-    def gather_late(out: torch.Tensor, shard: torch.Tensor, axis: Axis) -> Pending:
-        arrived = torch.empty_like(out)
-        pending = gather(arrived, shard, axis)
-
-        def arrive() -> None:
-            pending.wait()
-            out.copy_(arrived)
-
-        return Pending(out, finish=arrive)
-
+    wait = ParameterUnit.wait
     is_cutting = False
 
     def skip_wait(self: ParameterUnit) -> None:
@@ -216,10 +298,28 @@ def captures_are_not_cut() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("fault", [gathers_are_not_awaited, captures_are_not_cut, accumulation_overwrites])
-def test_faults_are_found(fault, pool):
+@pytest.mark.parametrize("name", ["ZeRO-1, tied", "ZeRO-1, float8", "ZeRO-1, float8 gathers"])
+def test_a_replay_awaits_parameters_before_it_reads_them(name, pool):
+    layout, expected = LAYOUTS[name]
+    eager = pool.run(train, layout.world, layout.tree, "off")
+    late = pool.run(train, layout.world, layout.tree, "on", gathers_arrive_late)
+    for (item, _), (peer, replayed) in zip(eager, late, strict=True):
+        assert replayed == expected
+        assert_same_bits(item, peer)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("ZeRO-3, tied", gathers_are_not_awaited),
+        ("ZeRO-3, tied", captures_are_not_cut),
+        ("ZeRO-3, tied", accumulation_overwrites),
+        ("ZeRO-1, tied", gathers_are_late_and_captures_not_cut),
+    ],
+)
+def test_faults_are_found(name, fault, pool):
     """The comparison can fail."""
-    layout, _ = LAYOUTS["ZeRO-3, tied"]
+    layout, _ = LAYOUTS[name]
     [(eager, _), _] = pool.run(train, layout.world, layout.tree, "off")
     [(faulty, _), _] = pool.run(train, layout.world, layout.tree, "on", fault)
     with pytest.raises(AssertionError):
@@ -276,6 +376,160 @@ def test_addresses_of_units_repeat_from_step_to_step(graphs, zero, pool):
         for kind in ("gather", "open", "reduce"):
             order = [event for event in eager if event[0] == kind]
             assert order == [event for event in replayed if event[0] == kind]
+
+
+@dataclass
+class StepEvents:
+    """Communication of a rank's step, and the work between.
+
+    Attributes:
+        events: ("await", bucket), ("reduce", bucket), ("forward", micro-batch) and ("backward", micro-batch) in order.
+            A number stands for operators of a replay between two cuts.
+    """
+
+    events: list[Any] = field(default_factory=list)
+
+    def list_kind(self, kind: str) -> list[Any]:
+        """Return the events of a kind."""
+        return [event for event in self.events if isinstance(event, tuple) and event[0] == kind]
+
+    def split(self, direction: str) -> list[list[Any]]:
+        """Return the events within each forward or backward."""
+        parts: list[list[Any]] = []
+        is_inside = False
+        for event in self.events:
+            if isinstance(event, tuple) and event[0] in ("forward", "backward"):
+                is_inside = event[0] == direction
+                if is_inside:
+                    parts.append([])
+            elif is_inside:
+                parts[-1].append(event)
+        return parts
+
+
+@one_eager_step()
+def list_communication(rank: int, world: int, tree: dict[str, Any], graphs: str) -> list[StepEvents]:
+    """Return the events of each step of a rank with a single chunk."""
+    step_events = StepEvents()
+    reduce, await_unit = DataParallel._reduce, DataParallel._await_unit
+
+    def note_reduce(self: DataParallel, state: Any, bucket: int) -> None:
+        step_events.events.append(("reduce", bucket))
+        reduce(self, state, bucket)
+
+    def note_await(self: DataParallel, state: Any, unit: int) -> None:
+        before = set(state.pending_gathers)
+        await_unit(self, state, unit)
+        step_events.events += [("await", bucket) for bucket in sorted(before - set(state.pending_gathers))]
+
+    def note_replay(self: RecordedCapture) -> None:
+        operators = 0
+        cuts = {id(action) for action in self.cuts}
+        for part in self.parts:
+            if id(part) in cuts:
+                step_events.events.append(operators)
+                operators = 0
+            else:
+                operators += 1
+            with torch.no_grad():
+                part()
+        step_events.events.append(operators)
+
+    def note_forward(self: EagerRunner, chunk: int, i: int, x: Any) -> torch.Tensor:
+        step_events.events.append(("forward", i))
+        return run_forward(self, chunk, i, x)
+
+    def note_backward(self: EagerRunner, chunk: int, i: int, grad: Any) -> torch.Tensor | None:
+        step_events.events.append(("backward", i))
+        return run_backward(self, chunk, i, grad)
+
+    runner = EagerRunner if graphs == "off" else GraphedRunner
+    run_forward, run_backward = runner.forward, runner.backward
+    steps = []
+    with (
+        recorded_graphs(),
+        mock.patch.object(DataParallel, "_reduce", note_reduce),
+        mock.patch.object(DataParallel, "_await_unit", note_await),
+        mock.patch.object(RecordedCapture, "replay", note_replay),
+        mock.patch.object(runner, "forward", note_forward),
+        mock.patch.object(runner, "backward", note_backward),
+    ):
+        engine = make_engine(rank, world, {**tree, "kernels": {"graphs": graphs}})
+        for step in range(1, STEPS + 2):
+            step_events = StepEvents()
+            run_step(engine, step, RankReport())
+            engine.synchronize()
+            steps.append(step_events)
+    return steps
+
+
+def count_operators(events: list[Any]) -> int:
+    return sum(event for event in events if isinstance(event, int))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3])
+def test_replays_of_zero_1_communicate_in_the_order_of_eager_steps(microbatches, pool):
+    """Each bucket is awaited before operators of its unit, and reduced while later gradients are computed."""
+    layout = case(data=2, microbatches=microbatches, model={"layers": 3}, parallel={"bucket_elements": 700})
+    eager = pool.run(list_communication, layout.world, layout.tree, "off")
+    graphs = pool.run(list_communication, layout.world, layout.tree, "on")
+    for eager_steps, replayed_steps in zip(eager, graphs, strict=True):
+        for eager_step, step in zip(eager_steps[1:], replayed_steps[1:], strict=True):
+            for kind in ("await", "reduce"):
+                assert eager_step.list_kind(kind) == step.list_kind(kind)
+            first_forward, *later_forwards = step.split("forward")
+            awaits = [i for i, event in enumerate(first_forward) if not isinstance(event, int)]
+            assert len(awaits) > 3
+            assert count_operators(first_forward[: awaits[0]]) == 0  # no operator precedes the embedding's parameters
+            assert count_operators(first_forward[awaits[0] : awaits[-1]]) > 10
+            for events in later_forwards:
+                assert all(isinstance(event, int) for event in events)
+            *earlier_backwards, last_backward = step.split("backward")
+            for events in earlier_backwards:
+                assert all(isinstance(event, int) for event in events)
+            reduces = [i for i, event in enumerate(last_backward) if not isinstance(event, int)]
+            assert len(reduces) > 3
+            assert count_operators(last_backward[: reduces[0]]) > 0
+            assert count_operators(last_backward[reduces[0] : reduces[-1]]) > 10
+
+
+@one_eager_step()
+def train_with_interruptions(
+    rank: int, world: int, tree: dict[str, Any], graphs: str, held_out: str
+) -> tuple[RankReport, list[float], list[int]]:
+    """Train with an evaluation after each step and a recovery after the third one.
+
+    Return the report, the held-out losses, and the captures after each step.
+    """
+    with recorded_graphs():
+        engine = make_engine(rank, world, {**tree, "kernels": {"graphs": graphs}})
+        report = RankReport()
+        observe(engine, report)
+        held_out_losses = []
+        capture_counts = []
+        for step in range(1, 2 * STEPS + 1):
+            run_step(engine, step, report)
+            capture_counts.append(0 if engine.graphs is None else engine.graphs.count_captures())
+            held_out_losses.append(evaluate_file(engine, engine.config, held_out).loss)
+            if step == STEPS:
+                engine.data_parallel.finish_gathers()
+                engine.data_parallel.drop_communication()
+                if engine.graphs is not None:
+                    engine.graphs.restart()
+        report.state = state_of(engine)
+    return report, held_out_losses, capture_counts
+
+
+@pytest.mark.parametrize("name", ["ZeRO-1, tied", "ZeRO-1, float8 gathers"])
+def test_evaluations_and_recoveries_between_steps_keep_the_bits(name, pool, tmp_path: Path):
+    layout, _ = LAYOUTS[name]
+    held_out = write_held_out(tmp_path)
+    eager = pool.run(train_with_interruptions, layout.world, layout.tree, "off", held_out)
+    graphs = pool.run(train_with_interruptions, layout.world, layout.tree, "on", held_out)
+    for (item, losses, _), (peer, replayed_losses, capture_counts) in zip(eager, graphs, strict=True):
+        assert losses == replayed_losses
+        assert capture_counts == [0, 2, 2] * 2  # the first backward of a step overwrites gradients, all others add
+        assert_same_bits(item, peer)
 
 
 def fail_on_one(rank: int, world: int, tree: dict[str, Any]) -> tuple[RankReport, int, str]:

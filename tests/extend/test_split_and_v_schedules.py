@@ -17,7 +17,7 @@ from megascale.observe.store.tables import SpanTables
 from megascale.parallel.linear_precision import LinearPrecision
 from megascale.simulate.event import simulate_step
 from tests.exact import test_checkpoints as checkpoints
-from tests.exact.cases import Case, case, select_cases
+from tests.exact.cases import Case, case
 from tests.exact.compare import assert_equal
 from tests.exact.training import FEW_STEPS, RankReport, make_engine, run_step, train
 from tests.extend import schedules  # registers them, in the worker processes too
@@ -82,19 +82,7 @@ CASES = {
 }
 
 
-CAMPAIGN = (
-    "ZB-H1 PP2",
-    "ZB-H1 PP4",
-    "ZB-H1 PP2 x TP2 x DP2",
-    "ZB-H1 PP2 x DP2, armed early",
-    "V PP2",
-    "ZB-V PP2 x DP2, ZeRO-2",
-    "ZB-V PP2 x DP2, tied, ZeRO-0",
-    "ZB-V PP2 x TP2 x DP2",
-)
-
-
-@pytest.mark.parametrize("name", select_cases(CASES, CAMPAIGN))
+@pytest.mark.parametrize("name", CASES)
 def test_it_trains_as_one_process_does(name, pool, one_process):
     local = CASES[name]
     report = pool.run(train_own, local.world, local.tree, FEW_STEPS)

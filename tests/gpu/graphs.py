@@ -2,6 +2,7 @@
 
     PYTHONPATH=src:. python tests/gpu/graphs.py
     PYTHONPATH=src:. torchrun --nproc-per-node 2 tests/gpu/graphs.py tensor
+    PYTHONPATH=src:. torchrun --nproc-per-node 2 tests/gpu/graphs.py data
     PYTHONPATH=src:. torchrun --nproc-per-node 4 tests/gpu/graphs.py "pipeline data"
 
 With several processes, the first argument has the axes along which they are laid: tensor and pipeline of two ranks, and
@@ -35,6 +36,8 @@ CASE_SECONDS = 120  # compiling kernels included
 SERIAL: dict[str, Any] = {"model": {"block": "serial"}}
 PARALLEL: dict[str, Any] = {"model": {"block": "parallel"}}
 FLOAT8: dict[str, Any] = {"train": {"linear_precision": "float8"}}
+FLOAT8_GATHERS: dict[str, Any] = {"parallel": {"gather_precision": "float8"}}
+BUCKET_ELEMENTS = 200_000  # a block of the model has several buckets, between which captures are cut
 WEIGHTS = "loss weights"
 POSITIONS = "loss weights, positions"
 DOCUMENTS = "documents"
@@ -57,7 +60,13 @@ SEVERAL = (
     DOCUMENTS,
 )
 TWO_CHUNKS = "two chunks, three in flight"
-# Those whose eager micro-batches are in flight in a pipeline when a replay first needs a capture.
+ONE_MICROBATCH = "float8, gathered, one micro-batch"
+TWO_MICROBATCHES = "float8, gathered, two micro-batches"
+# Cases of data parallelism with another number of micro-batches than usual, in which all are the first or the last.
+MICROBATCHES = {ONE_MICROBATCH: 1, TWO_MICROBATCHES: 2}
+# Cases of data parallelism, whose first micro-batch awaits parameters and whose last one reduces gradients.
+DATA = ("float8, gathered", "float8, row-wise", "nothing overlapped", "LAMB", *MICROBATCHES)
+# Cases with several micro-batches in flight or with copies of weights, for pipelines of data-parallel stages.
 PIPELINED = (TWO_CHUNKS, "float8, gathered", "float8, row-wise")
 SAMPLES = {"data": 1, "zero2": 2, "zero3": 3}  # axes that cut the batch, and their parallel.zero
 CASES: dict[str, list[dict[str, Any]]] = {
@@ -72,7 +81,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     TWO_CHUNKS: [SERIAL, {"parallel": {"virtual_stages": 2, "micro_batch_group_size": 4}}],
     "float8": [SERIAL, FLOAT8],
-    "float8, gathered": [SERIAL, FLOAT8, {"parallel": {"gather_precision": "float8"}}],
+    "float8, gathered": [SERIAL, FLOAT8, FLOAT8_GATHERS],
     "float8, parallel": [PARALLEL, FLOAT8],
     "float8, parallel, side stream": [PARALLEL, FLOAT8, {"overlap": {"gemms": "on"}}],
     "float8, row-wise": [SERIAL, {"train": {"linear_precision": "float8_rowwise"}}],
@@ -82,11 +91,22 @@ CASES: dict[str, list[dict[str, Any]]] = {
     POSITIONS: [PARALLEL, {"model": {"block": "parallel", "positions": "rotary"}}],
     DOCUMENTS: [SERIAL, {"model": {"block": "serial", "positions": "rotary"}}],
     "LAMB": [SERIAL, {"optimizer": {"name": "lamb"}}],
+    "nothing overlapped": [SERIAL, {"overlap": {"data": False}}],
+    ONE_MICROBATCH: [SERIAL, FLOAT8, FLOAT8_GATHERS],
+    TWO_MICROBATCHES: [SERIAL, FLOAT8, FLOAT8_GATHERS],
 }
+# Cases that need several processes.
+UNSHARED = ("float8, gathered", "nothing overlapped", *MICROBATCHES)
 
 
-def tree_of(parts: list[dict[str, Any]], graphs: str, axes: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the configuration of a case for processes that are laid along `axes`."""
+def tree_of(
+    parts: list[dict[str, Any]], graphs: str, axes: Sequence[str] = (), global_batch: int | None = None
+) -> dict[str, Any]:
+    """Return the configuration of a case for processes that are laid along `axes`.
+
+    Args:
+        global_batch: samples of a step; None: as many as several micro-batches of each rank have.
+    """
     zero_settings = [SAMPLES[axis] for axis in axes if axis in SAMPLES]
     tree: dict[str, Any] = {
         "model": {"layers": 4, "hidden": 256, "heads": 4, "sequence_length": 256, "vocab_size": 1000},
@@ -101,10 +121,27 @@ def tree_of(parts: list[dict[str, Any]], graphs: str, axes: Sequence[str] = ()) 
         "kernels": {"graphs": graphs},
         "lr": {"peak": 1e-3, "warmup_steps": 2},
     }
+    if "data" in axes:
+        tree["parallel"]["bucket_elements"] = BUCKET_ELEMENTS
     for part in parts:
         for section, values in part.items():
             tree[section] = {**tree.get(section, {}), **values}
+    if global_batch is not None:
+        tree["train"]["global_batch"] = global_batch
     return tree
+
+
+def find_global_batch(name: str, world: int, axes: Sequence[str]) -> int | None:
+    """Return the samples of a step of a case with a number of micro-batches of its own, else None."""
+    microbatches = MICROBATCHES.get(name)
+    if microbatches is None:
+        return None
+    replicas = world
+    for axis in ("tensor", "pipeline"):
+        if axis in axes:
+            replicas //= 2
+    micro_batch = tree_of([], "off")["train"]["micro_batch"]
+    return int(microbatches * micro_batch * replicas)
 
 
 def is_included(name: str, chosen: Sequence[str], axes: Sequence[str]) -> bool:
@@ -112,7 +149,9 @@ def is_included(name: str, chosen: Sequence[str], axes: Sequence[str]) -> bool:
     if chosen:
         return name in chosen
     if not axes:
-        return name != "float8, gathered"
+        return name not in UNSHARED
+    if "data" in axes and name in DATA:
+        return True
     overlaps_eager = "pipeline" in axes and ("data" in axes or "zero2" in axes)
     return name in SEVERAL or (overlaps_eager and name in PIPELINED)
 
@@ -149,8 +188,10 @@ def main() -> int:
         faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
         try:
             fields = FIELDS.get(name, NO_FIELDS)
-            eager = train(tree_of(parts, "off", axes), STEPS, TIMED, {}, location, groups, fields)
-            graphs = train(tree_of(parts, "auto", axes), STEPS, TIMED, eager.attention, location, groups, fields)
+            global_batch = find_global_batch(name, location.world, axes)
+            eager = train(tree_of(parts, "off", axes, global_batch), STEPS, TIMED, {}, location, groups, fields)
+            tree = tree_of(parts, "on", axes, global_batch)
+            graphs = train(tree, STEPS, TIMED, eager.attention, location, groups, fields)
         except Exception as error:  # the others are still of interest
             print(f"{name:34} {type(error).__name__}: {str(error).strip().splitlines()[0]}", flush=True)
             wrong += 1

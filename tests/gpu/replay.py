@@ -45,7 +45,7 @@ REPLAYS = 32  # of each healthy case
 SECONDS, MARGIN = 80.0, 17.0
 # Graphs are captured in the third step, so that later steps replay them.
 FIRST_FAULTY_STEP = 5
-MICRO_BATCHES = 4  # per replica and step: with data parallelism the first and the last run without graphs
+MICRO_BATCHES = 4  # per replica and step: with tensor parallelism the first and the last run without graphs
 WHOLE_SHARD = 1 << 26  # elements: more than a rank has of any case
 Settings = tuple[dict[str, Any], ...]
 GRAPHS = {"kernels": {"graphs": "on"}}

@@ -18,7 +18,7 @@ from megascale.parallel.exchange import Exchange
 from megascale.parallel.exchange_buffers import count_buffer_bytes, count_lent_bytes
 from megascale.parallel.runtime import Runtime
 from megascale.parallel.symmetric import FLAG_BYTES, CudaStreams
-from megascale.train.engine import Engine
+from megascale.train.engine_rejoin import find_state_obstacle
 
 _WIDTHS = {symmetric._WRITE_VALUE: ctypes.c_uint32, symmetric._WRITE_WORD: ctypes.c_uint64}
 
@@ -279,6 +279,6 @@ def test_state_stays_unless_peers_have_mapped_it(exchanges: tuple[str, ...], has
         tensor_axis=SimpleNamespace(exchange=object() if "tensor" in exchanges else None),
         runtime=runtime,
     )
-    assert Engine.find_state_obstacle(engine) == obstacle
+    assert find_state_obstacle(engine) == obstacle
     runtime.state_obstacle = "a replay gave other bits than this training"
-    assert Engine.find_state_obstacle(engine) == (obstacle or runtime.state_obstacle)
+    assert find_state_obstacle(engine) == (obstacle or runtime.state_obstacle)

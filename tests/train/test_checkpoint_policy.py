@@ -16,6 +16,7 @@ from megascale.errors import TrainingError
 from megascale.train.checkpoint_policy import CheckpointPolicy
 from megascale.train.loop import Trainer
 from megascale.train.parking import LeaveAttempt, Parking
+from megascale.train.state_retention import StateRetention
 from tests.checkpoint.conftest import full_shards, logical_state
 
 
@@ -104,7 +105,9 @@ def test_a_rank_that_leaves_after_a_step_copies_it_if_the_save_was_skipped(tmp_p
     trainer = Trainer.__new__(Trainer)
     trainer.checkpoint_policy = policy
     trainer.parking = Parking.__new__(Parking)
-    trainer._can_keep_state = lambda: False  # type: ignore[method-assign]
+    trainer.engine = trainer.checkpointer = None  # type: ignore[assignment]
+    trainer.retention = StateRetention.__new__(StateRetention)
+    trainer.retention.can_keep = lambda *_: False  # type: ignore[method-assign]
 
     def save_state(persist: bool) -> None:
         saves.has_begun = len(saves.saved) == 3

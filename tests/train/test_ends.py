@@ -13,7 +13,7 @@ from megascale.api import load_config, train
 from megascale.core import run_lock
 from megascale.core.status import read_status
 from megascale.errors import ConfigError, DataError
-from megascale.train import loop
+from megascale.train import loop, state_retention
 from tests.conftest import lines
 from tests.exact.processes import Start, run_ranks, wait_for_step
 from tests.forked import PACED, Forked
@@ -56,7 +56,7 @@ def test_a_failure_before_the_loop_leaves_its_reason_and_the_folder_free(tiny, t
     def broken(*args: object, **options: object) -> None:
         raise ValueError("a mistake in the code")
 
-    monkeypatch.setattr(loop, "Engine", broken)
+    monkeypatch.setattr(state_retention, "Engine", broken)
     with pytest.raises(ValueError, match="a mistake"):
         train(load_config(tiny, []))
     assert read_end(run) == (
@@ -84,10 +84,10 @@ def test_a_mistake_inside_the_loop_leaves_its_reason(tiny, tmp_path, monkeypatch
 def test_of_several_ranks_each_tells_why_and_all_leave_their_groups(tiny, tmp_path):
     before = """
 import atexit, torch.distributed as dist
-from megascale.train import loop
+from megascale.train import state_retention
 def broken(*args, **options):
     raise OSError(28, "No space left on device")
-loop.Engine = broken
+state_retention.Engine = broken
 atexit.register(lambda: print("groups open:", dist.is_initialized()))
 """
     pair = run_ranks(tiny, ["--parallel.tensor=2"], [Start(0, 2, before=before), Start(1, 2, before=before)])

@@ -9,7 +9,7 @@ import pytest
 
 from megascale.api import evaluate, load_config, train
 from megascale.core.flops import flops_per_token
-from megascale.train import loop, rank_timers
+from megascale.train import evaluation_policy, rank_timers
 from megascale.train.checkpoint_policy import CheckpointPolicy
 from megascale.train.engine import Engine
 from megascale.train.evaluation import evaluate_file
@@ -35,7 +35,7 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
     monkeypatch.setattr(rank_timers, "time", SimpleNamespace(perf_counter=lambda: spent["now"]))
     monkeypatch.setattr(Engine, "step", taking("step", Engine.step))
-    monkeypatch.setattr(loop, "evaluate_file", taking("evaluation", evaluate_file))
+    monkeypatch.setattr(evaluation_policy, "evaluate_file", taking("evaluation", evaluate_file))
     monkeypatch.setattr(CheckpointPolicy, "save", taking("save", CheckpointPolicy.save))
     return spent
 

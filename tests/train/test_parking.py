@@ -159,7 +159,7 @@ def _meet_in_two_attempts(rank: int, option: str, ports: tuple[int, int], folder
     info = RankInfo(rank, world=2, local_rank=rank, local_world=2, device=torch.device("cpu"))
     for attempt, port in enumerate(ports, start=1):
         os.environ.update(MASTER_PORT=str(port), MEGASCALE_ATTEMPT=str(attempt))
-        groups = Trainer(layout, info, parking)._make_groups()
+        groups = Trainer(layout, info, parking).attempt._make_groups()
         in_torch = [group.group_name for group in groups.by_kind.values()]
         in_torch += [channel.group.group_name for channel in groups.p2p.values()]
         plain = [make_axis(Runtime(), groups, kind).name for kind in groups.by_kind]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,8 @@ from megascale.api import evaluate, load_config, train
 from megascale.cli.main import app
 from megascale.config import Config, from_tree, load, resolve_precision
 from megascale.train import rank_info
-from megascale.train.loop import Trainer
+from megascale.train.attempt import compare_precision
+from megascale.train.rank_info import RankInfo
 from tests.conftest import lines
 
 
@@ -83,8 +83,8 @@ def test_a_bfloat16_run_is_resumed_and_evaluated_as_it_was_trained(tiny, optimiz
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_ranks_that_would_differ_are_told_what_to_set(device):
-    rank = SimpleNamespace(config=Config(), rank_info=SimpleNamespace(rank=3, device=torch.device(device)))
-    assert Trainer._compare_precision(rank, "float32") is None
-    error = str(Trainer._compare_precision(rank, "bfloat16"))
+    info = RankInfo(rank=3, world=4, local_rank=3, local_world=4, device=torch.device(device))
+    assert compare_precision("float32", "float32", info) is None
+    error = str(compare_precision("float32", "bfloat16", info))
     assert "train.precision is float32 on rank 3 and bfloat16 on rank 0" in error
     assert f"--train.precision={'bfloat16' if device == 'cuda' else 'float32'}" in error

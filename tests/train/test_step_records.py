@@ -12,8 +12,9 @@ from megascale.core.exit_record import ExitKind, attach_record
 from megascale.core.status import read_status
 from megascale.errors import TrainingError
 from megascale.observe.metrics import JsonLines
-from megascale.train import loop
+from megascale.train import evaluation_policy, loop
 from megascale.train.run_folder import RunFolder
+from megascale.train.step_records import PendingStep, StepRecords
 from tests.conftest import lines
 
 
@@ -43,14 +44,14 @@ def test_a_step_that_ends_before_its_metrics_is_neither_in_the_ledger_nor_counte
     tiny, tmp_path, trainers, monkeypatch
 ):
     """Ranks that keep their state go on after a counted step, whose metrics no later attempt writes."""
-    add_metrics = loop.Trainer._add_optional_metrics
+    complete = StepRecords.complete
 
-    def fail(trainer: loop.Trainer, record: dict[str, Any], result: Any) -> None:
-        if record["step"] == 3:
+    def fail(records: StepRecords, pending: PendingStep, *arguments: Any, **options: Any) -> None:
+        if pending.step == 3:
             lose_peer()
-        add_metrics(trainer, record, result)
+        complete(records, pending, *arguments, **options)
 
-    monkeypatch.setattr(loop.Trainer, "_add_optional_metrics", fail)
+    monkeypatch.setattr(StepRecords, "complete", fail)
     with pytest.raises(TrainingError, match="rank 1 has left"):
         train(load_config(tiny, ["--train.steps=4"]))
     run = tmp_path / "runs" / "tiny"
@@ -63,7 +64,7 @@ def test_an_evaluation_that_a_lost_peer_ends_is_repeated(tiny, tmp_path, trainer
     """The state after the step is complete, so the next attempt does not train the step again."""
     settings = ["--train.steps=5", "--train.eval_interval=2", "--checkpoint.interval=0"]
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "evaluate_file", lambda *_, **__: lose_peer())
+        patch.setattr(evaluation_policy, "evaluate_file", lambda *_, **__: lose_peer())
         with pytest.raises(TrainingError, match="rank 1 has left"):
             train(load_config(tiny, settings))
     state = trainers[0]._describe_state()
@@ -74,16 +75,16 @@ def test_an_evaluation_that_a_lost_peer_ends_is_repeated(tiny, tmp_path, trainer
         train(load_config(tiny, [*settings, "--train.stop_after=2", "--train.name=again"]))
     start_times: list[float | None] = []
     phases: list[str] = []
-    evaluate = loop.evaluate_file
+    evaluate = evaluation_policy.evaluate_file
 
     def evaluate_and_note(*arguments: Any, **options: Any) -> Any:
-        start_times.append(trainers[-1]._first_step_start)
+        start_times.append(trainers[-1].first_steps.start_time)
         status = read_status(tmp_path / "runs" / "again" / "status" / "rank-0.status")
         assert status is not None
         phases.append(status.phase)
         return evaluate(*arguments, **options)
 
-    monkeypatch.setattr(loop, "evaluate_file", evaluate_and_note)
+    monkeypatch.setattr(evaluation_policy, "evaluate_file", evaluate_and_note)
     train(load_config(tiny, [*settings, "--train.name=again"]))
     assert start_times[0] is None  # the log's time of the first step does not contain the repeated evaluation
     # The driver concludes from "evaluate" that the start has completed a step.

@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
+from megascale.cli.help_pages import ReadableGroup, make_readable
 from megascale.core.python_process import protect_children
 from megascale.errors import ConfigError
 
@@ -49,7 +50,7 @@ def make_lazy_group(modules: Mapping[str, str]) -> type[TyperGroup]:
             packages inside its functions only.
     """
 
-    class LazyGroup(TyperGroup):
+    class LazyGroup(ReadableGroup):
         def list_commands(self, ctx: Any) -> list[str]:
             self._load(modules)
             return list(modules)
@@ -66,6 +67,7 @@ def make_lazy_group(modules: Mapping[str, str]) -> type[TyperGroup]:
             app = typer.Typer(rich_markup_mode="rich")
             for name in missing:
                 importlib.import_module(modules[name]).register(app)
+            make_readable(app)
             self.commands.update(get_group(app).commands)
 
     return LazyGroup

@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
 
 
 def dashboard(
-    run: Path = typer.Argument(Path("runs"), metavar="[RUN|RUNS]", help="A run folder, or a folder of run folders."),
+    run: Path = typer.Argument(Path("runs"), metavar="RUN|RUNS", help="A run folder, or a folder of run folders."),
     port: int = typer.Option(PORT, "--port", min=0, max=65535, help="Port to listen on; 0: any free port."),
     host: str = typer.Option(
         "127.0.0.1", "--host", help="Address to listen on; beyond loopback it needs the three files below."

@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
 def examples(
     out: Path = typer.Argument(
         None,
-        metavar="[FOLDER]",
+        metavar="FOLDER",
         help="Folder for copies, made if missing. Without it the files are listed.",
         show_default=False,
     ),

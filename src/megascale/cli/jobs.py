@@ -414,7 +414,7 @@ def access(
     act: bool = typer.Option(False, "--act", help="Also allow orders (evict, pause ...), not only reading."),
     host: str = typer.Option("", "--host", help="Host by which others reach the driver; default: where it listens."),
 ) -> None:
-    """Print an access file, which `nodes`, `events`, `logs`, `evict` ... take as RUN on another machine.
+    """Print an access file. On another machine, commands such as `nodes`, `logs` and `evict` take it as RUN.
 
     An access file has address, certificate and token of the running driver in one line of JSON. It lets every reader
     of the file read the job's state, and with --act also control the job: keep it in a file of mode 600. It is valid

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from typer.core import TyperCommand
 
 from megascale.cli.common import OVERRIDES, join_arguments, make_console, require_package
+from megascale.cli.help_pages import ReadableCommand
 from megascale.errors import ConfigError, DataError, FitError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def register(app: typer.Typer) -> None:
     app.command()(agent)
 
 
-class LaunchCommand(TyperCommand):
+class LaunchCommand(ReadableCommand):
     """The command `launch`. Arguments after `--` are the command line of another trainer."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -45,13 +45,17 @@ def launch(
         None, metavar="FILE", help="Configuration, such as examples/stdlib.toml.", show_default=False
     ),
     nodes: int = typer.Option(
-        None, "--nodes", help="Number of nodes with ranks. With cluster local, a node is a process of this machine."
+        None,
+        "--nodes",
+        help="Number of nodes with ranks (default 1). Of cluster local, nodes are processes of this machine.",
     ),
     spares: int = typer.Option(None, "--spares", help="Number of spare nodes, which replace failed nodes."),
     dashboard: int = typer.Option(
         None, "--dashboard", metavar="PORT", min=0, max=65535, help="Serve the run's page on this port (0: any)."
     ),
-    cluster: str = typer.Option(None, "--cluster", help="Source of nodes: local, ssh, slurm, kubernetes, manual."),
+    cluster: str = typer.Option(
+        None, "--cluster", help="Source of nodes: local (default), ssh, slurm, kubernetes, manual."
+    ),
     hosts: Path = typer.Option(None, "--hosts", help="With ssh: file with one machine per line.", show_default=False),
     dry_run: bool = typer.Option(
         False, "--dry-run", help="With slurm, kubernetes: print the batch script or the manifests; start nothing."
@@ -77,25 +81,32 @@ def launch(
 
     Examples:
 
-      megascale launch --nodes 2 --spares 1 --per-node 8 -- python train.py --config base.yaml
+    - this machine as four nodes and a spare:
+      `megascale launch examples/stdlib.toml --nodes 4 --spares 1 --train.micro_batch=1`
 
-      megascale launch examples/stdlib.toml --nodes 4 --spares 1 --train.micro_batch=1
+    - with a page in the browser: `megascale launch examples/stdlib.toml --nodes 2 --dashboard 8265`
 
-      megascale launch examples/stdlib.toml --nodes 2 --resilience.window=3 --checkpoint.interval=20
+    - detect a silent node after 3 s: `megascale launch examples/stdlib.toml --nodes 2 --resilience.window=3`
 
-      megascale launch examples/stdlib.toml --nodes 2 --dashboard 8265
+    - another trainer: `megascale launch --nodes 2 --spares 1 --per-node 8 -- python train.py --config base.yaml`
 
-      megascale launch job.toml --resilience.placement=placement.json --resilience.environment=network.env
+    - a list of machines: `megascale launch job.toml --cluster ssh --hosts hosts --nodes 4 --spares 1`
 
-      megascale launch job.toml --cluster ssh --hosts hosts --nodes 4 --spares 1
+    - a batch script for Slurm: `megascale launch job.toml --cluster slurm --nodes 4 --spares 1 --dry-run > job.sbatch`
 
-      megascale launch job.toml --cluster slurm --nodes 4 --spares 1 --dry-run > job.sbatch
+    - pods of Kubernetes:
+      `megascale launch job.toml --cluster kubernetes --nodes 4 --spares 1 --kubernetes.image=registry/megascale:1`
 
-      megascale launch job.toml --cluster kubernetes --nodes 4 --spares 1 --kubernetes.image=registry/megascale:1
+    - a driver that is a pod, too:
+      `megascale launch job.toml --cluster kubernetes --dry-run --form driver | kubectl apply -f -`
 
-      megascale launch job.toml --cluster kubernetes --dry-run --form driver | kubectl apply -f -
+    - agents that you start yourself:
+      `megascale launch job.toml --cluster manual --nodes 2 --resilience.listen=10.0.0.1 --resilience.port=29400`
 
-      megascale launch job.toml --cluster manual --nodes 2 --resilience.listen=10.0.0.1 --resilience.port=29400
+    - ranks near each other in the network:
+      `megascale launch job.toml --resilience.placement=placement.json --resilience.environment=network.env`
+
+    Exit codes: 0 done, 1 failed, 2 wrong usage, 3 does not fit or divide, 4 bad data or checkpoint, 130 interrupted.
     """
     options = {"nodes": nodes, "spares": spares, "cluster": cluster, "hosts": hosts}
     overrides = [f"--resilience.{key}={value}" for key, value in options.items() if value is not None]

@@ -14,6 +14,7 @@ import typer
 from typer.models import CommandInfo, TyperInfo
 
 from megascale.cli import completion
+from megascale.cli.help_pages import ReadableGroup, make_readable
 from megascale.core import terminal
 from megascale.core.python_process import leave_working_directory, sleep_at_barriers
 from megascale.core.secrets import hide_secrets
@@ -63,7 +64,7 @@ COMMANDS: dict[str, str] = {
 
 # Commands of each panel of --help, in the order of --help.
 PANELS: dict[str, tuple[str, ...]] = {
-    "Train": ("config", "examples", "train", "launch", "agent", "evaluate", "generate"),
+    "Train": ("train", "launch", "evaluate", "generate", "config", "examples", "agent"),
     "Watch": ("jobs", "nodes", "events", "logs", "dashboard", "plot", "monitoring"),
     "Act": ("pause", "resume", "restart", "evict", "cordon", "uncordon", "access", "faults"),
     "Explain": ("doctor", "diagnose", "hang", "spans", "timeline", "stragglers", "whatif", "decline"),
@@ -106,6 +107,7 @@ def make_command_line(modules: Iterable[str]) -> typer.Typer:
     """Return an app with the commands of `modules`, which are names of modules in this package."""
     app = typer.Typer(
         name="megascale",
+        cls=ReadableGroup,
         help="Train large language models unattended, on one GPU or on many hosts.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
@@ -116,6 +118,7 @@ def make_command_line(modules: Iterable[str]) -> typer.Typer:
     for module in modules:
         importlib.import_module(f"megascale.cli.{module}").register(app)
     _sort_into_panels(app)
+    make_readable(app)
     return app
 
 

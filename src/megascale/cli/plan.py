@@ -82,7 +82,7 @@ def register(app: typer.Typer) -> None:
 
 def plan(
     context: typer.Context,
-    file: Path | None = typer.Argument(None, metavar="[FILE.toml]", help="Configuration; default: all defaults."),
+    file: Path | None = typer.Argument(None, metavar="FILE.toml", help="Configuration; default: all defaults."),
     gpus: int = typer.Option(..., "--gpus", min=1, metavar="N", help="Number of GPUs for the layout."),
     device: str = typer.Option(DEFAULT_DEVICE, "--device", help="Device name, for its memory: H200, H100, A100, ..."),
     device_gib: float | None = typer.Option(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megascale.simulate.step import Level
 
 # Default values of parameters: typer reads option name, help text and limits from them.
-FILE = typer.Argument(None, metavar="[FILE.toml]", help="Configuration; settings follow as --section.key=value.")
+FILE = typer.Argument(None, metavar="FILE.toml", help="Configuration; settings follow as --section.key=value.")
 GPUS = typer.Option(..., "--gpus", min=1, metavar="N", help="Number of GPUs for the layout.")
 CLUSTER = typer.Option(
     DEFAULT_CLUSTER,

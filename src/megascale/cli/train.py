@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megascale.config import Config
     from megascale.train.loop import TrainResult
 
-_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))  # (factor, prefix of the unit)
+_UNITS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))  # (factor, prefix of the unit)
 
 
 def register(app: typer.Typer) -> None:
@@ -39,13 +39,16 @@ def train(
 
     Examples:
 
-      megascale train examples/stdlib.toml
+    - one process per GPU of this machine, or one on the CPU: `megascale train examples/stdlib.toml`
 
-      megascale train examples/stdlib.toml --train.steps=2000 --lr.peak=1e-3 --train.name=longer
+    - other settings and another name:
+      `megascale train examples/stdlib.toml --train.steps=2000 --lr.peak=1e-3 --train.name=longer`
 
-      megascale train examples/stdlib.toml --dry-run
+    - only print the resolved configuration and the sizes: `megascale train examples/stdlib.toml --dry-run`
 
-      megascale train --model.preset=gpt2-124m --data.train=datasets/mine/train --train.precision=bf16
+    - without a file: `megascale train --model.preset=gpt2-124m --data.train=datasets/mine/train --train.precision=bf16`
+
+    Exit codes: 0 done, 1 failed, 2 wrong usage, 3 does not fit or divide, 4 bad data or checkpoint, 130 interrupted.
     """
     from megascale.config import load_command_line, resolve_precision
 

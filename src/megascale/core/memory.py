@@ -98,8 +98,8 @@ class MemoryEstimate:
         tensor_buffers: gathered input and gathered gradient of a GEMM, and the copy in symmetric memory.
         pipeline_buffers: sends in flight and posted receives.
         graph_buffers: memory that CUDA graphs need in addition (parallel/chunk_graphs.py): temporaries of each
-            micro-batch in flight, inputs and outputs. With data parallelism one micro-batch may run eagerly, and its
-            activations count too; not with ZeRO-3, and with ZeRO-2 only if weights have copies.
+            micro-batch in flight, inputs and outputs. With data parallelism a micro-batch may run eagerly, and its
+            activations count too: next to tensor or context parallelism, and in steps that replay checks trace.
         prepared_groups: NCCL's second set of communicators, with rendezvous.prepared_groups
             (core/communicator_memory.py).
     """
@@ -153,6 +153,7 @@ def estimate_stage_memory(
     adapters: AdapterSpec | None = None,
     expert_rows: float = 1.0,
     reduces_by_copies: bool = False,
+    runs_eager_steps: bool = False,
 ) -> MemoryEstimate:
     """Estimate the peak memory of a rank of pipeline stage `stage`, in bytes by kind.
 
@@ -170,6 +171,7 @@ def estimate_stage_memory(
         adapters: low-rank adapters, the only trained parameters; None: all parameters are trained.
         expert_rows: kernels.expert_rows: rows that graphs have room for, relative to an even load.
         reduces_by_copies: whether overlap.reductions is copies.
+        runs_eager_steps: whether some steps run without the graphs (train/replay_check.py).
     """
     rank = _RankShape(model, parallel, grid, schedule, stage, micro_batch, precision, linear_precision, adapters)
     trained = rank.count_trained()
@@ -205,7 +207,7 @@ def estimate_stage_memory(
         # Gathered input, gathered gradient, symmetric-memory copy.
         tensor_buffers=3 * rank.sequence * micro_batch * model.hidden * rank.itemsize if grid.tensor > 1 else 0,
         pipeline_buffers=rank.message_bytes * _count_pipeline_buffers(schedule, stage),
-        graph_buffers=rank.compute_graph_bytes(workspace, logits, expert_rows) if graphs else 0,
+        graph_buffers=rank.compute_graph_bytes(workspace, logits, expert_rows, runs_eager_steps) if graphs else 0,
     )
 
 
@@ -335,22 +337,22 @@ class _RankShape:
             workspace = max(workspace, bytes_per_width * width + int(recomputed))
         return workspace
 
-    def compute_graph_bytes(self, workspace: int, logits: int, expert_rows: float) -> int:
+    def compute_graph_bytes(self, workspace: int, logits: int, expert_rows: float, runs_eager_steps: bool) -> int:
         """Return the bytes that CUDA graphs need beyond those of eager chunks.
 
         Args:
             workspace, logits: bytes of these kinds in the estimate.
-            expert_rows: as for `estimate_stage_memory`.
+            expert_rows, runs_eager_steps: as for `estimate_stage_memory`.
         """
-        schedule, tensor, zero = self.schedule, self.grid.tensor, self.parallel.zero
+        schedule, tensor = self.schedule, self.grid.tensor
         in_flight = schedule.count_in_flight(self.stage)
         # Each micro-batch in flight has temporaries of its own; `workspace` and `logits` already count one of them.
         graph_bytes = (in_flight - 1) * (workspace + logits)
         if schedule.chunks > 1:
             graph_bytes += 3 * in_flight * self.message_bytes  # input, gradient of the output, gradient of the input
-        has_copies = LINEAR_PRECISIONS[self.linear_precision].weight_copy_bytes > 0
-        has_eager_micro_batch = zero < 2 or (zero == 2 and has_copies)
-        if self.grid.shards > 1 and has_eager_micro_batch:
+        # The exchange of these axes reaches across cuts of graphs, so some micro-batches are eager.
+        has_exchange = tensor > 1 or self.grid.context > 1
+        if self.grid.shards > 1 and (has_exchange or runs_eager_steps):
             # Memory of eager micro-batches is not available to graphs, so the activations of one are held twice. The
             # first micro-batches of all chunks of a stage are eager, and in flight together.
             running = self.saved.running

@@ -20,6 +20,7 @@ from megascale.core.grid import Grid
 from megascale.core.inventory import count_distinct_layers, has_experts
 from megascale.core.layer_spec import ExpertsSpec
 from megascale.core.memory import MemoryEstimate, estimate_stage_memory, gathers_float8
+from megascale.core.replay_interval import may_replay
 from megascale.core.schedule import Schedule
 
 GPU_CONTEXT = 1 << 30  # bytes of a GPU that CUDA and its libraries take
@@ -83,6 +84,7 @@ def _estimate(
         adapters=AdapterSpec.from_config(config.train),
         expert_rows=config.kernels.expert_rows,
         reduces_by_copies=config.overlap.reductions == "copies",
+        runs_eager_steps=config.parallel.zero < 2 and may_replay(config, grid),
     )
     if not has_gpu:
         return memory

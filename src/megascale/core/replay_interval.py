@@ -51,3 +51,10 @@ def list_unsupported_settings(config: Config, grid: Grid) -> list[tuple[str, str
     if config.resilience.continue_replicas:
         unsupported.append(("resilience.continue_replicas=true", "--resilience.continue_replicas=false"))
     return unsupported
+
+
+def may_replay(config: Config, grid: Grid) -> bool:
+    """Return whether replicas may replay each other's micro-batches. A trainer may still find an obstacle."""
+    if grid.replicas < 2 or config.resilience.replay_interval == 0:
+        return False
+    return config.requested_determinism is not False and not list_unsupported_settings(config, grid)

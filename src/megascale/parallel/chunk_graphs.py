@@ -9,9 +9,10 @@ Data- and pipeline-parallel communication is not captured. It runs between repla
 eager steps. The exchange of a tensor-parallel group (exchange.py) is captured, and the record of calls counts each
 replay as one call of the exchange.
 
-With data parallelism some micro-batches of each chunk run eagerly: the first one of a step, since parameters are still
-being gathered, and the last one, since buckets are reduced during its backward. Under ZeRO-2 and 3 captures are cut
-between units (unit_cuts.py), and all micro-batches are replayed.
+With data parallelism captures are cut where a chunk communicates (unit_cuts.py), and all micro-batches are replayed.
+The exchange of a tensor- or context-parallel group reaches across such cuts. With one of these axes, some micro-batches
+of each chunk therefore run eagerly: the first one of a step, since parameters are still being gathered, and the last
+one, since buckets are reduced during its backward.
 
 A chunk is captured when a replay first needs it. In a pipeline an eager micro-batch may then be in flight, and its
 graph in autograd keeps the nodes alive that accumulate gradients of parameters. A capture would use the same nodes.
@@ -33,16 +34,16 @@ from torch import Tensor, nn
 
 from megascale.core.calls import NullCallLog
 from megascale.core.capture_plan import find_boundaries, find_free_index, plan_captures, reads_complete_state
-from megascale.core.schedule import Action
+from megascale.core.schedule import Action, ActionKind
 from megascale.ops.gradient_sink import GradientSink, get_sink
-from megascale.parallel.buffers import ParamAndGradBuffer
+from megascale.parallel.buffers import Axes, ParamAndGradBuffer
 from megascale.parallel.captures import CudaCapture, CudaCapturePool, HostCapture, HostCapturePool
 from megascale.parallel.collectives import all_reduce
 from megascale.parallel.data_parallel import DataParallel
 from megascale.parallel.exchange_calls import CapturedCalls
 from megascale.parallel.pipeline import EagerRunner, Forward
 from megascale.parallel.runtime import Runtime
-from megascale.parallel.unit_cuts import UnitCuts
+from megascale.parallel.unit_cuts import UnitCuts, list_cast_weights
 from megascale.parallel.weight_gradients import WeightGradientQueue
 
 # Number of an engine's first steps that are eager. The first one counts contributions to gradients and chooses kernels.
@@ -87,7 +88,7 @@ class ChunkGraphs:
     Args:
         actions: the schedule's actions of this stage.
         shape: shape of an activation between chunks.
-        data_parallel: communicates for the units of chunks (ZeRO-2 and 3).
+        data_parallel: communicates at the cuts of captures.
         make_inputs: makes the inputs of captures before the first forward of a step.
 
     Attributes:
@@ -115,12 +116,21 @@ class ChunkGraphs:
         self._device = device
         self._shape = shape
         self._boundaries = find_boundaries(actions)
+        # Chunks of which some micro-batches neither wait for parameters nor reduce gradients.
+        self._chunks_with_complete_state = {
+            chunk
+            for kind, chunk, i in actions
+            if kind == ActionKind.FORWARD and reads_complete_state(self._boundaries[chunk], i)
+        }
         self._is_data_parallel = buffers[0].axes.data.size > 1
         self._tensor_axis = buffers[0].axes.tensor
         self._unit_cuts: UnitCuts | None = None
         self._agreement_axis = self._tensor_axis  # either all ranks of this axis replay, or all run eagerly
-        if buffers[0].zero >= 2:
+        self._data_parallel = data_parallel
+        self._has_slots = buffers[0].zero >= 2
+        if self._has_slots or (self._is_data_parallel and not _has_exchange(buffers[0].axes)):
             self._unit_cuts = UnitCuts(buffers, data_parallel, runtime)
+        if self._has_slots:
             self._agreement_axis = buffers[0].axes.stage
         self._sinks = [_find_sinks(buffer) for buffer in buffers]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -174,12 +184,20 @@ class ChunkGraphs:
         """Return whether micro-batch `i` of the chunk may be replayed."""
         if self.failure:
             return False
-        boundaries = self._boundaries[chunk]
-        if self._unit_cuts is not None:
-            module = self._buffers[chunk].module
-            # Graphs read copies of the chunk's weights, which exist only when all weights have arrived.
-            return not (module.linears.copies_weights and i == boundaries.first_forward)  # type: ignore[union-attr]
-        return not self._is_data_parallel or reads_complete_state(boundaries, i)
+        if self._unit_cuts is not None or not self._is_data_parallel:
+            return True
+        return reads_complete_state(self._boundaries[chunk], i)
+
+    def is_typical(self, chunk: int, i: int) -> bool:
+        """Return whether the times of an eager micro-batch `i` show what replays of the chunk would save.
+
+        A micro-batch that waits for parameters or reduces gradients counts only if all micro-batches do.
+        """
+        if not self.can_replay(chunk, i):
+            return False
+        if not self._is_data_parallel or chunk not in self._chunks_with_complete_state:
+            return True
+        return reads_complete_state(self._boundaries[chunk], i)
 
     def find_or_capture(
         self, chunk: int, i: int, flight_index: int, inputs: tuple[Tensor, ...]
@@ -210,7 +228,7 @@ class ChunkGraphs:
     def _make_early_inputs(self, chunk: int) -> tuple[Tensor, ...]:
         """Return inputs for a capture of the chunk before its weights and its micro-batches have arrived."""
         module = self._buffers[chunk].module
-        module.linears.reserve_pinned_weights(_list_cast_weights(module))  # type: ignore[operator, union-attr]
+        module.linears.reserve_pinned_weights(list_cast_weights(module))  # type: ignore[operator, union-attr]
         return self._make_inputs(chunk)
 
     def _find_or_capture(
@@ -286,9 +304,11 @@ class ChunkGraphs:
                 sink.should_overwrite = False
 
     def pin_weights(self, chunk: int) -> None:
-        """Copy the chunk's weights in float8 to the memory in which graphs read them."""
+        """Copy the chunk's weights in float8 to the memory in which graphs read them, unless cuts do this."""
+        if self._unit_cuts is not None:
+            return
         module = self._buffers[chunk].module
-        module.linears.pin_weights(_list_cast_weights(module))  # type: ignore[operator, union-attr]
+        module.linears.pin_weights(list_cast_weights(module))  # type: ignore[operator, union-attr]
 
     def _make_pool(self) -> CudaCapturePool | HostCapturePool:
         return CudaCapturePool(self._stream) if self._stream else HostCapturePool()
@@ -314,7 +334,7 @@ class ChunkGraphs:
         outputs: list[Tensor] = []  # the forward puts its output here, and the backward takes it
         captured_calls: list[CapturedCalls] = []  # with an exchange, forward and backward append their calls
         if self._unit_cuts is not None and self._device.type == "cuda":
-            # All later micro-batches are replayed, and a capture cannot use the cached memory of eager ones.
+            # All micro-batches are replayed, and a capture cannot use the cached memory of eager ones.
             torch.cuda.empty_cache()
         try:
             with ExitStack() as stack:
@@ -323,7 +343,10 @@ class ChunkGraphs:
                 if self._unit_cuts is None:
                     stack.enter_context(_without_gathers(self._buffers[chunk].module))
                 elif not isinstance(pool, HostCapturePool):
+                    stack.enter_context(self._unit_cuts.reserve_weights(chunk))
                     stack.enter_context(self._unit_cuts.capture_in(pool))
+                    if not self._has_slots:
+                        stack.enter_context(self._data_parallel.capture_reductions(chunk))
                 forward = pool.capture(partial(self._run_forward, chunk, static_inputs, outputs, captured_calls))
                 backward = pool.capture(partial(self._run_backward, static_inputs[0], outputs, grad, captured_calls))
         finally:
@@ -466,10 +489,9 @@ def _find_sinks(buffer: ParamAndGradBuffer) -> list[GradientSink]:
     return [*buffer.sinks, output_sink]
 
 
-def _list_cast_weights(module: nn.Module) -> list[Tensor]:
-    """Return a chunk's weights whose casts graphs may read: of linear layers, and stacks of experts' matrices."""
-    weights = module.collect_linear_weights() | module.collect_expert_stacks()  # type: ignore[operator]
-    return list(weights.values())
+def _has_exchange(axes: Axes) -> bool:
+    """Return whether chunks exchange activations with other ranks within a forward or a backward."""
+    return axes.tensor.size > 1 or axes.along("context").size > 1
 
 
 def _get_first_line(error: Exception) -> str:
@@ -482,7 +504,8 @@ def _get_first_line(error: Exception) -> str:
 def _without_gathers(module: nn.Module) -> Iterator[None]:
     """Let the enclosed forward of a chunk not wait for gathers of parameters, which no graph may await.
 
-    A replay needs no such wait, since the eager first micro-batch of the step has waited.
+    Captures without cuts need this. A replay needs no such wait, since the eager first micro-batch of the step has
+    waited.
     """
     pre_forward_gather = module.pre_forward_gather
     module.pre_forward_gather = lambda unit: None  # type: ignore[assignment]

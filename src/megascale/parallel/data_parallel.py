@@ -38,6 +38,7 @@ from megascale.parallel.exchange import Exchange
 from megascale.parallel.float8_gather import Float8Gather
 from megascale.parallel.gradient_slots import GradientBucket, GradientSlots, ShardTarget, reduce_into_shard
 from megascale.parallel.parameter_slots import ParameterSlots
+from megascale.parallel.slot_sink import run_at_once
 
 
 class _ChunkState:
@@ -118,6 +119,8 @@ class DataParallel:
         parameter_slots: matrices of units under ZeRO-3; None below.
         early_sink: sink of an early gradient, which a forward computes (`allow_early_gradients`); None without one.
         embedding_rows: reduces the token embedding of the first chunk by rows; None: its gradient is dense.
+        run_reduction: runs the reduction of a resident bucket that a backward has completed. In a capture it cuts the
+            graph instead.
     """
 
     def __init__(
@@ -134,6 +137,7 @@ class DataParallel:
     ) -> None:
         self.buffers = list(buffers)
         self.overlap = overlap
+        self.run_reduction: Callable[[Callable[[], None]], None] = run_at_once
         self._start_reduction = _choose_reduction(buffers[0], reduce_dtype)
         self._runtime = buffers[0].axes.tensor.runtime
         self._states = [_ChunkState(chunk, buffer, float8) for chunk, buffer in enumerate(buffers)]
@@ -265,9 +269,29 @@ class DataParallel:
             state.incomplete_counts[bucket] -= 1
             if not state.incomplete_counts[bucket] and not _needs_axis_sums(state.buffer, bucket):
                 if self.gradient_slots is None:
-                    self._reduce(state, bucket)
+                    self.run_reduction(partial(self._reduce_if_armed, state, bucket))
                 else:
                     self._reduce_filled(self.gradient_slots, state, index)
+
+    def _reduce_if_armed(self, state: _ChunkState, bucket: int) -> None:
+        """Reduce a bucket whose gradients are complete. A replay does this only in a backward that is armed."""
+        if state.reduces_as_filled:
+            self._reduce(state, bucket)
+
+    @contextmanager
+    def capture_reductions(self, chunk: int) -> Iterator[None]:
+        """Pass the reductions of an armed backward to `run_reduction` while this backward is captured (ZeRO-0 and 1).
+
+        Captured operators do not run, so the caller may not run these reductions before a replay.
+        """
+        state = self._states[chunk]
+        state.counts = [0] * len(state.buffer.parameters)
+        state.reduces_as_filled = self.overlap and ActionKind.BACKWARD in state.recorded_counts
+        state.incomplete_counts = list(state.expected_counts.get(ActionKind.BACKWARD, ()))
+        try:
+            yield
+        finally:
+            state.reduces_as_filled = False
 
     def list_unused_parameters(self, chunk: int) -> list[torch.nn.Parameter]:
         """Return a chunk's parameters to which no backward has added a gradient; none before the first backward."""
@@ -519,6 +543,19 @@ class DataParallel:
         state = self._states[chunk]
         if not state.unit_buckets:
             self._finish_gather(state)
+
+    def list_awaited_units(self, chunk: int) -> list[int]:
+        """Return the units before whose forward the module waits for buckets that no earlier unit has awaited."""
+        state = self._states[chunk]
+        if state.buffer.zero == 0:
+            return []
+        awaited_buckets: set[int] = set()
+        awaited_units = []
+        for unit, buckets in enumerate(state.unit_buckets):
+            if not awaited_buckets.issuperset(buckets):
+                awaited_units.append(unit)
+            awaited_buckets.update(buckets)
+        return awaited_units
 
     def is_gathering(self, chunk: int) -> bool:
         """Return whether a gather of the chunk is in flight."""

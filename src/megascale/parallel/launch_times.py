@@ -79,8 +79,8 @@ class GraphChoice:
 
     Args:
         clock: measures micro-batches of this rank.
-        can_replay: can_replay(chunk, micro-batch) returns whether graphs would replay the micro-batch. Others are not
-            measured, since they also wait for parameters or reduce gradients.
+        is_typical: is_typical(chunk, micro-batch) returns whether the micro-batch is measured. Graphs must replay it,
+            and if possible it neither waits for parameters nor reduces gradients.
         world_axis: all ranks of the job, each of which must have a choice.
         kernels: records the choice for the start-up lines.
         find_missing_gib: returns the GiB that this rank lacks for graphs after the measured step, 0 if it has enough.
@@ -95,7 +95,7 @@ class GraphChoice:
     def __init__(
         self,
         clock: LaunchClock,
-        can_replay: Callable[[int, int], bool],
+        is_typical: Callable[[int, int], bool],
         world_axis: Axis,
         device: torch.device,
         kernels: Kernels,
@@ -106,7 +106,7 @@ class GraphChoice:
         self.uses_graphs = False
         self.decision: GraphDecision | None = None
         self._clock = clock
-        self._can_replay = can_replay
+        self._is_typical = is_typical
         self._world_axis = world_axis
         self._device = device
         self._kernels = kernels
@@ -147,7 +147,7 @@ class GraphChoice:
             direction: "forward" or "backward".
         """
         samples = self._samples.setdefault((chunk, direction), [])
-        if len(samples) >= MAX_SAMPLES or not self._can_replay(chunk, microbatch):
+        if len(samples) >= MAX_SAMPLES or not self._is_typical(chunk, microbatch):
             return work()
         self._clock.start()
         result = work()

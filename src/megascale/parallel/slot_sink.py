@@ -58,7 +58,8 @@ class RowPart(NamedTuple):
     reduce: Callable[[], None]
 
 
-def _run(action: Callable[[], None]) -> None:
+def run_at_once(action: Callable[[], None]) -> None:
+    """Run communication where it is due, outside of captures."""
     action()
 
 
@@ -80,7 +81,7 @@ class TableSink(SlotSink):
 
     def __init__(self, empty: torch.Tensor) -> None:
         self.parts = []
-        self.run = _run
+        self.run = run_at_once
         self.observe = None
         super().__init__(empty)
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from megascale.core.batch import Batch, SampleFields
+from megascale.core.layout import Layout
 
 # Micro-batch number -> the micro-batch on the device.
 ReadBatch = Callable[[int], Batch[torch.Tensor]]
@@ -39,6 +40,34 @@ def make_blank_batch(
         boundaries[0] = 0
         batch = replace(batch, document_boundaries=boundaries)
     return batch
+
+
+def make_blank_batches(layout: Layout, fields: SampleFields, replica: int, device: torch.device) -> BlankBatches | None:
+    """Return the blank micro-batches that complete a replica's steps.
+
+    Return None if all replicas read equally many micro-batches.
+
+    Args:
+        fields: optional fields of the data.
+    """
+    if layout.shares.is_even:
+        return None
+    # A blank micro-batch is as long as those that the feed returns, before the engine cuts it for context ranks.
+    sequence_length = layout.config.model.sequence_length
+    blank = make_blank_batch(
+        replace(fields, loss_weights=True),
+        length=sequence_length,
+        width=layout.config.train.micro_batch,
+        sequence_length=sequence_length,
+        device=device,
+    )
+    return BlankBatches(layout.shares.count(replica), has_weights=fields.loss_weights, blank=blank)
+
+
+def describe_shares(layout: Layout) -> str:
+    """Return a start-up line with the number of micro-batches per replica, of which some are blank."""
+    counts = ", ".join(str(layout.shares.count(replica)) for replica in range(layout.grid.replicas))
+    return f"{counts} on the replicas, filled up to {layout.microbatches} with blank ones"
 
 
 class BlankBatches:

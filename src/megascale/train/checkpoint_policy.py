@@ -96,6 +96,24 @@ class CheckpointPolicy:
         """Return a clause that names the newest checkpoint in storage."""
         return describe_latest(self.checkpointer.folder)
 
+    def describe_interruption(self, step: int, saved: int | None) -> str:
+        """Return a line that says from which step the next start goes on.
+
+        Args:
+            step: the last complete step.
+            saved: newest step in storage, None without a checkpoint.
+        """
+        if saved == step:
+            return f"interrupted; step {step} is saved, and the same command resumes from it"
+        text = f"interrupted; step {step} is not saved"
+        if not self.config.at_end:
+            text += " (checkpoint.at_end=false)"
+        if saved is None:
+            resumption = "starts from step 0"
+        else:
+            resumption = f"resumes from step {saved}, the last saved one"
+        return f"{text}: the same command {resumption}"
+
     def _report(self, outcomes: Sequence[checkpoint.SaveOutcome]) -> None:
         """Write the events of saves. A failed save in the background does not end training."""
         write_event = self._reporter.write_event

@@ -19,7 +19,7 @@ from megascale.model.transformer import Chunk
 from megascale.ops import token_loss
 from megascale.parallel.collectives import Axis
 from megascale.parallel.context import slice_batch
-from megascale.train.blank_batches import BlankBatches, ReadBatch
+from megascale.train.blank_batches import BlankBatches, ReadBatch, make_blank_batch
 from megascale.train.expert_balance import ExpertBalance
 from megascale.train.loss_weights import LossWeights
 
@@ -30,6 +30,7 @@ class ChunkForward:
     Args:
         chunks: this rank's chunks.
         first_sample: index in the global batch of the first sample of this rank's first micro-batch.
+        dtype: type of activations.
         context_axis: ranks that divide the tokens of a sample.
         blank_batches: completes the micro-batches of a replica that reads fewer than others; None: all read as many.
         loss_weights: normalises loss weights; None without weights, and on stages without a loss.
@@ -49,6 +50,8 @@ class ChunkForward:
         fields: SampleFields,
         *,
         first_sample: int,
+        dtype: torch.dtype,
+        device: torch.device,
         context_axis: Axis,
         blank_batches: BlankBatches | None,
         loss_weights: LossWeights | None,
@@ -57,6 +60,9 @@ class ChunkForward:
         weighs_in_forward: bool,
     ) -> None:
         config = layout.config
+        self._layout = layout
+        self._dtype = dtype
+        self._device = device
         self.keeps_batches = len(chunks) > 1
         self._chunks = chunks
         self._fields = fields
@@ -138,6 +144,31 @@ class ChunkForward:
         """Run a micro-batch that belongs to no step through `chunk`."""
         context = ForwardContext(0, 0, self._token_gradient, token_loss=self._token_loss)
         return self._run_chunk(chunk, x, batch, context)
+
+    def make_blank_batch(self) -> Batch[torch.Tensor]:
+        """Return a micro-batch of zeros as this rank reads it."""
+        sequence_length = self._layout.config.model.sequence_length
+        return make_blank_batch(
+            self._fields,
+            length=sequence_length // self._context_axis.size,
+            width=self._micro_batch,
+            sequence_length=sequence_length,
+            device=self._device,
+        )
+
+    def make_blank_activation(self) -> torch.Tensor:
+        """Return an input of zeros for a chunk that is not the model's first one."""
+        return torch.zeros(self._layout.activation_shape, dtype=self._dtype, device=self._device)
+
+    def make_blank_graph_inputs(self, chunk: int) -> tuple[torch.Tensor, ...]:
+        """Return tensors that a captured chunk can read, of a micro-batch that belongs to no step."""
+        batch = self.make_blank_batch()
+        if self._chunks[chunk].is_first:
+            assert batch.tokens is not None
+            x = batch.tokens
+        else:
+            x = self.make_blank_activation()
+        return self.list_graph_inputs(chunk, x, batch)
 
     def take_graph_inputs(self, chunk: int, i: int, x: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Return the tensors that a captured chunk reads: its input, and fields of micro-batch `i`."""

@@ -15,11 +15,13 @@ import torch.distributed as dist
 
 from megascale.config import Config
 from megascale.config.axes import AXES
+from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core.expert_ranks import gathers_expert_tokens
 from megascale.core.group_names import remove_attempt
 from megascale.core.head_exchange import HEAD_PARTS, count_head_parts, list_gather_kernels, share_heads
 from megascale.core.inventory import count_distinct_layers
 from megascale.core.layout import Layout
+from megascale.core.memory import gathers_float8
 from megascale.core.schedule import ActionKind
 from megascale.core.spans import SpanAxis
 from megascale.core.unit_slots import has_chunk_slots
@@ -275,6 +277,28 @@ def choose_expert_exchange(
     if requested == "copies":
         raise ConfigError(f"overlap.expert=copies is unavailable: {reason}; set --overlap.expert=auto or collectives")
     return axis, {"expert exchange": f"collectives (no copies: {reason})"}
+
+
+def choose_float8_gathers(layout: Layout) -> tuple[bool, dict[str, str]]:
+    """Return whether data-parallel ranks gather the matrices of linear layers as float8, and start-up lines by name."""
+    config, data_size = layout.config, layout.grid.shards
+    if config.train.lora is not None:
+        return False, {}  # the matrices are not trained, and so never gathered
+    gathers_in_float8 = gathers_float8(config.model, config.parallel, config.train.linear_precision, data_size)
+    can_gather_float8 = LINEAR_PRECISIONS[config.train.linear_precision].gathered_weight_bytes is not None
+    if not can_gather_float8:
+        return gathers_in_float8, {}  # without a choice there is nothing to record
+    requested, precision = config.parallel.gather_precision, config.train.precision
+    text = ""
+    if gathers_in_float8:
+        text = f"float8: matrices of linear layers; {precision}: all other parameters"
+    elif data_size > 1 and config.parallel.zero:
+        text = f"{precision} (parallel.gather_precision={requested})"
+    elif requested == "float8":
+        text = "nothing is gathered: there is one data-parallel rank"
+    if not text:
+        return gathers_in_float8, {}
+    return gathers_in_float8, {"parameters gathered in": text}
 
 
 def describe_overlaps(layout: Layout, device: torch.device) -> dict[str, str]:

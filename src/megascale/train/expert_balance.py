@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from megascale.config import ModelConfig
+from megascale.config.axes import AXES
+from megascale.core.expert_ranks import gathers_expert_tokens
 from megascale.core.inventory import resolve_layers
 from megascale.core.layer_spec import ExpertsSpec
+from megascale.core.layout import Layout
 from megascale.model.experts import list_expert_layers
 from megascale.model.transformer import Chunk
 
@@ -180,3 +183,53 @@ class ExpertBalance:
     def _view_counts(self, scalars: Tensor) -> Tensor:
         """Return the counts among the scalars, [layers, experts]."""
         return scalars[:-_LOSS_COUNT].view(len(self.layers), self.settings.number)
+
+
+def make_expert_balance(
+    layout: Layout, chunks: Sequence[Chunk], *, rank: int, device: torch.device
+) -> ExpertBalance | None:
+    """Return the balance of a rank's experts, None for a model without experts."""
+    grid, model = layout.grid, layout.config.model
+    if not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in resolve_layers(model)):
+        return None
+    axes_of_equal_tokens = [name for name in AXES.stage if AXES[name].cuts_batch == "nothing"]
+    return ExpertBalance(
+        model,
+        chunks,
+        tokens_per_step=layout.tokens_per_step,
+        device=device,
+        counts_tokens=grid.is_first(axes_of_equal_tokens, rank),
+        ranks=grid.tensor * grid.expert,
+    )
+
+
+def describe_experts(layout: Layout) -> dict[str, str]:
+    """Return start-up lines by name: which ranks divide the experts, and what experts change in other parts."""
+    grid, config = layout.grid, layout.config
+    settings = config.model.expert_settings
+    lines: dict[str, str] = {}
+    ranks = f"{grid.tensor} tensor-parallel ranks"
+    if grid.expert > 1:
+        communication = "an all-to-all"
+        if gathers_expert_tokens(settings, grid.tensor, grid.expert, config.overlap.expert):
+            communication = "gathers"
+        if grid.size("slice") > 1:
+            tokens, key = "slices of each sample", "parallel.context"
+        else:
+            tokens, key = "samples", "parallel.expert"
+        ranks += f" x {grid.expert} ranks with different {tokens}, whose tokens come by {communication}"
+        if config.parallel.zero >= 2:
+            lines["sharding of other matrices"] = (
+                f"optimizer state only, over {grid.shards} ranks: their gradients are summed over the ranks of "
+                f"{key} at the end of a step"
+            )
+    lines["experts"] = f"{settings.number} on {ranks}, dropless"
+    if config.parallel.recompute in ("norms", "selective"):
+        lines["recomputed norms"] = "not those before experts, which keep their input"
+    if settings.top_k == 1 and settings.number > 1 and settings.normalize == "selected":
+        # A model may be imported like this, so it is no error.
+        lines["router"] = (
+            "gets no gradient of the loss: with model.experts.top_k=1 and normalize=selected all weights are 1; "
+            "normalize=none keeps the scores"
+        )
+    return lines

@@ -50,8 +50,10 @@ from megascale.parallel.collectives import Axis, all_gather, all_reduce
 from megascale.parallel.compute_trace import ComputeTrace, TracedRunner
 from megascale.parallel.pipeline import EagerRunner
 from megascale.train.check_cost import CheckCost
-from megascale.train.engine import REDUCE_DTYPES, Engine
+from megascale.train.engine import Engine
+from megascale.train.engine_parts import REDUCE_DTYPES
 from megascale.train.reduction_check import ReductionCheck, StateCheck
+from megascale.train.replayed_batch import keep_results, replay_batch
 from megascale.train.update_check import RANGE, UpdateCheck
 
 
@@ -202,10 +204,13 @@ class ReplayCheck:
     def needs_eager_step(self) -> bool:
         """Return whether the step is checked and must run without graphs, which hide the operators from a trace.
 
-        Without experts and below ZeRO-2 the first micro-batch, the only traced one, always runs eagerly.
+        Only the first micro-batch is traced. With tensor or context parallelism it always runs eagerly, except that
+        experts run a step twice if a graph has too few rows.
         """
-        has_graph = self._engine.buffers[0].zero >= 2 or self._engine.experts is not None
-        return self._trained_trace is not None and has_graph
+        if self._trained_trace is None:
+            return False
+        graphs = self._engine.graphs
+        return self._engine.experts is not None or (graphs is not None and graphs.can_replay(0, 0))
 
     def end_step(self, step: int) -> None:
         """Compare the traces before the update. On any difference collect evidence and report it on all ranks."""
@@ -304,7 +309,8 @@ class ReplayCheck:
         batch = replace(self._batch, **shifted)
         owner = (self._replica - distance) % self._replica_count
         trace = self._make_trace()
-        self._engine.run_replay(batch, self._find_first_sample(owner), lambda runner: TracedRunner(runner, trace))
+        first_sample = self._find_first_sample(owner)
+        replay_batch(self._engine, batch, first_sample, lambda runner: TracedRunner(runner, trace))
         trace.finish()
         return trace
 
@@ -331,7 +337,7 @@ class ReplayCheck:
         """Replay again, and judge all executions. The step's gradients are unchanged afterwards."""
         engine, distance = self._engine, self._choose_distance(step)
         engine.data_parallel.finish_tied()
-        with engine.keep_results():
+        with keep_results(engine):
             repeated = [(other, self._replay(other)) for other in self._choose_repetitions(distance)]
         # Pairs of the distance to the micro-batch's owner, and the trace; the training itself has the distance 0.
         traces = [(0, trained), (distance, replayed), *repeated]

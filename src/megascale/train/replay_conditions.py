@@ -1,13 +1,58 @@
-"""Conditions of replays with resilience.replay_interval=auto."""
+"""Start of replays: whether replicas replay each other's micro-batches, and how often."""
 
 from __future__ import annotations
 
 from megascale.checkpoint.object_collectives import Peers
 from megascale.core.rank_memory import explain_no_graphs
-from megascale.core.replay_interval import list_unsupported_settings
-from megascale.train import determinism_choice
+from megascale.core.replay_interval import compute_interval, list_unsupported_settings
+from megascale.train import determinism_choice, replay_response
+from megascale.train.check_cost import CheckCost
 from megascale.train.engine import Engine
-from megascale.train.replay_check import find_obstacle
+from megascale.train.rank_info import find_device_kind
+from megascale.train.replay_check import ReplayCheck, ReplayEvidence, find_obstacle
+from megascale.train.reporter import Reporter
+from megascale.train.run_folder import RunFolder
+
+
+def start_replays(engine: Engine, rank: int, folder: RunFolder, reporter: Reporter) -> ReplayCheck | None:
+    """Let replicas replay each other's micro-batches at intervals, if they can. Collective.
+
+    Set `engine.replay_check`. Return None if resilience.replay_interval=auto leaves replays out.
+    """
+    settings, peers = engine.config.resilience, Peers()
+    device_kind = find_device_kind(engine.device)
+    interval = settings.replay_interval
+    cost: CheckCost | None = None
+    if interval == "auto":
+        reason = find_reason_against_replays(engine, device_kind, peers)
+        if reason is not None:
+            share_exclusion(engine, peers)
+            if reason:
+                engine.active["replay"] = f"off (resilience.replay_interval=auto: {reason})"
+            return None
+        exclude_costly_graphs(engine)
+        interval = compute_interval(engine.layout.microbatches)
+        cost = CheckCost(engine.device, engine.world_axis)
+    response = replay_response.ReplayResponse(settings, folder, reporter, rank, peers)
+
+    def respond(evidence: ReplayEvidence) -> None:
+        if settings.replay_action != "alert":
+            # The next attempt must load a confirmed state.
+            engine.runtime.state_obstacle = "a replay gave other bits than this training"
+        response.act(evidence)
+
+    replay_check = ReplayCheck(
+        engine,
+        rank,
+        replay_response.describe_device(engine.device),
+        device_kind,
+        interval=interval,
+        on_mismatch=respond,
+        cost=cost,
+        report=reporter.log_line,
+    )
+    engine.replay_check = replay_check
+    return replay_check
 
 
 def find_reason_against_replays(engine: Engine, device_kind: str, peers: Peers) -> str | None:

@@ -19,8 +19,9 @@ from megascale.parallel.collectives import Axis
 from megascale.parallel.parameters import get_spec, list_piece_views, materialise
 from megascale.parallel.runtime import Runtime
 from megascale.train.context_ranks import ContextRanks
-from megascale.train.engine import DTYPES, Engine
+from megascale.train.engine import Engine
 from megascale.train.engine_axes import make_axis
+from megascale.train.engine_parts import DTYPES
 from megascale.train.merged_weights import load_weights
 from megascale.train.rank_info import choose_device
 from megascale.train.trained_config import load_trained_config

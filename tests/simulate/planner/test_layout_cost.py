@@ -114,7 +114,8 @@ def test_the_bars_of_memory_add_up_to_the_total():
     from megascale.simulate.planner.schedule_picture import _draw_memory
 
     arguments = ["model.preset=gpt-13b", "model.layers=20", "train.linear_precision=float8", "kernels.graphs=on"]
-    plan = make_plan(load(None, [*arguments, "train.precision=bfloat16", "train.micro_batch=1"]), 2, 180.0)
+    arguments += ["parallel.pipeline=2", "train.precision=bfloat16", "train.micro_batch=1"]
+    plan = make_plan(load(None, arguments), 2, 180.0)
     assert min(plan.memory[0].graph_buffers, plan.memory[0].weight_copies) > 0
     axes = Figure().subplots()
     _draw_memory(axes, plan)

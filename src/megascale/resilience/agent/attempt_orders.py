@@ -1,4 +1,4 @@
-"""Start orders of attempts: their data-parallel size, and whether processes can stay between two orders."""
+"""Start orders of attempts: their environment and data-parallel size, and whether processes can stay between orders."""
 
 from __future__ import annotations
 
@@ -7,9 +7,25 @@ import os
 import tomllib
 
 from megascale.core.addresses import find_interface, is_loopback
+from megascale.core.process_orders import DYING_VARIABLE, MISSING_VARIABLE
+from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.resilience.protocol.agent_messages import Start
+from megascale.services.shared_token import derive_token
 
 _DATA_SIZE_OPTION = "--parallel.data="
+# Environment variables that an attempt changes. A rank that continues in its process receives them again.
+RESUMED_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "MEGASCALE_ATTEMPT",
+    "MEGASCALE_NODE_ADDRESS",
+    MISSING_VARIABLE,
+    DYING_VARIABLE,
+)
 
 
 def explain_change(previous: Start | None, order: Start) -> str:
@@ -78,3 +94,28 @@ def make_network_variables(address: str) -> dict[str, str]:
         return {}
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return {name: interface for name in names if name not in os.environ}
+
+
+def make_common_environment(order: Start, address: str, *, token: bytes, node: str) -> dict[str, str]:
+    """Return the environment variables of all ranks of an attempt.
+
+    Args:
+        address: address of this node.
+        token: token of the job. The token of replicas derives from it unless the agent's environment has one.
+        node: name of this node.
+    """
+    replica_token = os.environ.get(REPLICA_VARIABLE) or derive_token(token, f"replicas of {order.job}")
+    variables = {
+        "LOCAL_WORLD_SIZE": str(len(order.ranks)),
+        "WORLD_SIZE": str(order.world),
+        "MASTER_ADDR": order.master[0],
+        "MASTER_PORT": str(order.master[1]),
+        "MEGASCALE_JOB": order.job,
+        REPLICA_VARIABLE: replica_token,
+        "MEGASCALE_ATTEMPT": str(order.attempt),
+        "MEGASCALE_NODE": node,
+        "MEGASCALE_NODE_ADDRESS": address,
+        MISSING_VARIABLE: f"{compute_missing_fraction(order):g}",
+    }
+    # Variables of the order have precedence over the interface that this node chooses.
+    return make_network_variables(address) | order.env | variables

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import signal
 import tempfile
 import time
@@ -23,12 +22,10 @@ from pathlib import Path
 from typing import Literal
 
 from megascale.config import ForeignConfig, ResilienceConfig
-from megascale.core.exit_record import ExitKind
 from megascale.core.failure import free_bytes
 from megascale.core.process_orders import (
     DYING_VARIABLE,
     EARLY_VARIABLE,
-    MISSING_VARIABLE,
     PREPARED_VARIABLE,
     Park,
     PrepareGroups,
@@ -36,12 +33,10 @@ from megascale.core.process_orders import (
     Resume,
     encode_order,
 )
-from megascale.core.secrets import REPLICA_VARIABLE
-from megascale.core.untrusted_files import read_tail
 from megascale.resilience.agent.attempt_orders import (
-    compute_missing_fraction,
+    RESUMED_VARIABLES,
     explain_change,
-    make_network_variables,
+    make_common_environment,
     read_data_size,
 )
 from megascale.resilience.agent.dying_processes import DyingProcesses
@@ -51,6 +46,7 @@ from megascale.resilience.agent.fork_server_link import ForkServerLink
 from megascale.resilience.agent.leftover_processes import kill_rank_processes
 from megascale.resilience.agent.process_usage import is_being_killed, read_usage
 from megascale.resilience.agent.rank_programs import MegascaleTrainer, RankProgram, TrainerProcess
+from megascale.resilience.agent.replacement_reasons import ReplacementReasons
 from megascale.resilience.agent.worker_report import describe_worker
 from megascale.resilience.protocol.agent_messages import PrepareGroups as GroupsOrder
 from megascale.resilience.protocol.agent_messages import Start
@@ -61,24 +57,10 @@ from megascale.resilience.protocol.fork_messages import (
 )
 from megascale.resilience.protocol.heartbeat import Worker
 from megascale.services.messages import Message
-from megascale.services.shared_token import derive_token
 
 log = logging.getLogger("megascale.agent")
 _STACK_SECONDS = 0.1  # from the request for the stack of a late rank to the end of resilience.keep_seconds
 _POLL_SECONDS = 0.01  # interval of loops that wait for processes
-# Environment variables that an attempt changes. A rank that continues in its process receives them again.
-_RESUMED_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "MEGASCALE_ATTEMPT",
-    "MEGASCALE_NODE_ADDRESS",
-    MISSING_VARIABLE,
-    DYING_VARIABLE,
-)
 _NO_ATTEMPT = 0  # attempt number in the order to fork an early process; attempts count from 1
 _FAILED_STATUS = 1 << 8  # wait status of a process with exit code 1
 
@@ -119,8 +101,7 @@ class Trainers:
         self._start_order: Start | None = None  # start order of the present attempt
         self._groups_number = 0  # number of the newest preparation of groups that the driver has ordered
         self._is_preparing = False  # whether the start order only prepared processes for their first attempt
-        # By rank: why its process was replaced since the last start, although the rank had no fault.
-        self._replacement_reasons: dict[int, str] = {}
+        self._replacement_reasons = ReplacementReasons(run / "status", limits.keep_seconds)
         self._common_environment: dict[str, str] = {}  # environment variables of all ranks
         self._early = EarlyProcesses(limits.standby_processes, self._kill_early_process)
         self._dying = DyingProcesses(folder)
@@ -219,7 +200,8 @@ class Trainers:
         """
         parked_pids = self._take_parked_trainers(order)
         assert len(parked_pids) == len(self.list_running()), "the previous attempt has not ended"
-        replacement_reasons = self._explain_replacements()
+        ended_trainers = self.trainers.values() if self._keeps_processes else ()
+        replacement_reasons = self._replacement_reasons.take(ended_trainers)
         early_pids = self._take_early_processes(order, parked_pids)
         self._start_order = order
         self._is_preparing = order.prepares
@@ -234,7 +216,7 @@ class Trainers:
         self.program.close()
         self.program = self._choose_program(order)
         self.program.prepare(order)
-        self._common_environment = self._make_common_environment(order, address, token=token)
+        self._common_environment = make_common_environment(order, address, token=token, node=self.folder.name)
         self.trainers = {}
         for local_rank, rank in enumerate(order.ranks):
             log_file = logs / f"rank-{rank}.log"
@@ -251,28 +233,10 @@ class Trainers:
                 env[DYING_VARIABLE] = dying_pids
             if trainer.pid:
                 trainer.attempt_start_ns = time.time_ns()
-                attempt_variables = {name: env[name] for name in _RESUMED_VARIABLES}
+                attempt_variables = {name: env[name] for name in RESUMED_VARIABLES}
                 self._send_to_rank(trainer.pid, Resume(attempt_variables, data=read_data_size(order)))
             else:
                 self._fork_server.send(self.program.make_fork(rank, self.attempt, environment=env, log=log_file))
-
-    def _make_common_environment(self, order: Start, address: str, *, token: bytes) -> dict[str, str]:
-        """Return the environment variables of all ranks of an attempt (see `start` for the arguments)."""
-        replica_token = os.environ.get(REPLICA_VARIABLE) or derive_token(token, f"replicas of {order.job}")
-        variables = {
-            "LOCAL_WORLD_SIZE": str(len(order.ranks)),
-            "WORLD_SIZE": str(order.world),
-            "MASTER_ADDR": order.master[0],
-            "MASTER_PORT": str(order.master[1]),
-            "MEGASCALE_JOB": order.job,
-            REPLICA_VARIABLE: replica_token,
-            "MEGASCALE_ATTEMPT": str(order.attempt),
-            "MEGASCALE_NODE": self.folder.name,
-            "MEGASCALE_NODE_ADDRESS": address,
-            MISSING_VARIABLE: f"{compute_missing_fraction(order):g}",
-        }
-        # Variables of the order have precedence over the interface that this node chooses.
-        return make_network_variables(address) | order.env | variables
 
     def _make_rank_environment(self, rank: int, local_rank: int) -> dict[str, str]:
         return self._common_environment | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
@@ -287,7 +251,7 @@ class Trainers:
         if order.prepares and not reason:
             reason = "its node only prepares processes for a later attempt"  # these would begin the present one
         if parked and reason:
-            self._replacement_reasons |= dict.fromkeys(parked, reason)
+            self._replacement_reasons.add(parked, reason)
             self.start_server()
             return {}
         # A process keeps its GPU and so its local rank. Its rank may be another one in the next attempt.
@@ -348,19 +312,6 @@ class Trainers:
             os.kill(pid, signal.SIGKILL)
             if self._fork_server.process is not None:
                 self._dying.pids.add(pid)  # until the server reports the end
-
-    def _explain_replacements(self) -> dict[int, str]:
-        """Return by rank why its process is replaced, although the rank itself had no fault. Forget these reasons."""
-        reasons = {}
-        for rank, trainer in self.trainers.items():
-            ended_for_peer = (
-                trainer.status is not None and not trainer.by_agent and trainer.record.kind is ExitKind.LOST_PEER
-            )
-            if ended_for_peer and self._keeps_processes:
-                reasons[rank] = trainer.exit_reason or "it ended although only a peer was lost"
-        reasons |= self._replacement_reasons
-        self._replacement_reasons = {}
-        return reasons
 
     @property
     def _keeps_processes(self) -> bool:
@@ -480,7 +431,8 @@ class Trainers:
         self._early.end_all()
         if how == "kill":
             reason = "the driver ordered new processes, because the fault may concern all ranks"
-            self._replacement_reasons |= {trainer.rank: reason for trainer in self.list_running() if trainer.is_parked}
+            parked_ranks = [trainer.rank for trainer in self.list_running() if trainer.is_parked]
+            self._replacement_reasons.add(parked_ranks, reason)
         deadline = time.monotonic() + grace_period
         signalled_pids: set[int] = set()
         while how == "save" and self.list_running() and time.monotonic() < deadline:
@@ -527,33 +479,21 @@ class Trainers:
                 if trainer.by_agent:
                     continue  # it was killed in an earlier round
                 if read_usage(trainer.pid).stopped:
-                    self._kill_unparked(trainer, "it was stopped by a signal")
+                    self._replacement_reasons.add([trainer.rank], "it was stopped by a signal")
+                    self._kill_unparked(trainer)
                 elif is_late:
-                    self._kill_unparked(trainer, self._describe_delay(trainer))
+                    self._replacement_reasons.add_delay(trainer)
+                    self._kill_unparked(trainer)
                 elif is_almost_late and trainer.pid not in stack_request_pids:
                     stack_request_pids.add(trainer.pid)
                     # This reason holds if the rank ends by itself before it is late.
-                    self._replacement_reasons[trainer.rank] = self._describe_delay(trainer)
+                    self._replacement_reasons.add_delay(trainer)
                     with contextlib.suppress(ProcessLookupError):
                         self.program.signal(trainer.pid, signal.SIGUSR2)  # the rank writes its stack to a file
             await asyncio.sleep(_POLL_SECONDS)
 
-    def _describe_delay(self, trainer: TrainerProcess) -> str:
-        """Return a description of a rank that does not leave its attempt: its step and, if known, its line of code."""
-        step = trainer.progress.step if trainer.progress is not None else 0
-        text = f"it did not leave step {step} within {self._limits.keep_seconds:g} s"
-        stack = ""
-        with contextlib.suppress(OSError):
-            stack = read_tail(self.run / "status" / f"rank-{trainer.rank}.stack")
-        stack = stack.rpartition("most recent call first")[2]  # the newest stack of the file
-        frame = re.search(r'File ".*?([^/"]+)", line (\d+) in (\S+)', stack)
-        if frame is not None:
-            text += f", in {frame[3]} ({frame[1]}:{frame[2]})"
-        return text
-
-    def _kill_unparked(self, trainer: TrainerProcess, reason: str) -> None:
-        """Kill a rank that did not leave its attempt, and store the reason."""
-        self._replacement_reasons[trainer.rank] = reason
+    def _kill_unparked(self, trainer: TrainerProcess) -> None:
+        """Kill a rank that did not leave its attempt."""
         trainer.by_agent = True
         with contextlib.suppress(ProcessLookupError):
             self.program.signal(trainer.pid, signal.SIGKILL)

@@ -1,0 +1,300 @@
+#!/usr/bin/env python3
+"""Choose the parametrized tests that stay in the suite; the others run as a campaign (`tests/campaign.toml`).
+
+    scripts/covering_tests.py record --out record.json tests/exact
+    scripts/count_cpu.py --out seconds.json -- tests/exact
+    scripts/covering_tests.py choose --record record.json --seconds seconds.json --out tests/campaign.toml
+
+`record` writes what each test covers: the lines of `src` that it executes (`redundant_tests.py lines`) and its factors.
+Factors are the settings of the layouts that it runs in the workers of `tests/exact`, in classes (an axis has one rank
+or several, a number is the default or another), the jobs with their flags, and the values of parameters that tests
+share.
+
+`choose` keeps the cheapest set of tests, greedily by new coverage per processor second, which covers
+- each line that a file's tests execute, by a test of the same file,
+- each value of a factor that a test function has, by a test of the same function,
+- each pair of values of two factors, by any test.
+Tests without parameters stay. `scripts/redundant_tests.py mutants` checks the choice: it runs faults of the sources.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redundant_tests import ROOT, LinePlugin, Lines
+
+REQUEST = "MEGASCALE_COVERING_TESTS"
+SECTIONS = ("model", "parallel", "train", "optimizer", "overlap", "kernels")
+# Sizes that follow from other factors, or that no code path depends on.
+IGNORED = {"train.global_batch", "train.seed", "train.name", "lr.peak", "model.hidden", "model.init_std"}
+AXES = {"tensor", "pipeline", "data", "context", "expert", "replicate", "virtual_stages"}
+DEAREST = 0.1  # processor seconds; a cheaper test stays
+
+Factors = dict[str, str]
+
+
+# Records --------------------------------------------------------------------------------------------------------------
+
+
+def describe_tree(tree: Mapping[str, Any]) -> Factors:
+    """Return the classes of the settings that a configuration names, and of its axes and micro-batches."""
+    factors = {f"parallel.{axis}": "1" for axis in AXES}
+    for section in SECTIONS:
+        factors |= dict(_describe_section(section, tree.get(section) or {}))
+    parallel = tree.get("parallel") or {}
+    stages = parallel.get("pipeline", 1)
+    if "global_batch" in (tree.get("train") or {}):
+        samples = tree["train"].get("micro_batch", 1) * parallel.get("data", 1)
+        count = tree["train"]["global_batch"] // samples
+        factors["micro-batches"] = "1" if count == 1 else "uneven" if count % stages else "even"
+        factors["micro-batches of stages"] = "fewer" if count < stages else "enough"
+    return factors
+
+
+def _describe_section(name: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, value in settings.items():
+        path = f"{name}.{key}"
+        if path in IGNORED:
+            continue
+        if isinstance(value, Mapping):
+            yield from _describe_section(path, value)
+        elif key in AXES:
+            yield path, "1" if value == 1 else "several"
+        elif key in ("zero", "norm", "block") or isinstance(value, (bool, str)):
+            yield path, str(value)
+        elif value is not None and value != []:
+            yield path, "set"
+
+
+def describe_job(function: Callable[..., Any], world: int, arguments: Iterable[Any]) -> Factors:
+    """Return the factors of a job of the workers."""
+    factors = {"job": getattr(function, "__qualname__", str(function)), "world": "1" if world == 1 else "several"}
+    for index, value in enumerate(arguments):
+        if isinstance(value, Mapping) and not value.keys().isdisjoint(SECTIONS):
+            factors |= describe_tree(value)
+        elif callable(value) or isinstance(value, (bool, str)):
+            factors[f"argument {index}"] = getattr(value, "__qualname__", str(value))
+        elif hasattr(value, "_fields") or hasattr(value, "__dataclass_fields__"):
+            factors |= {f"argument {index}": str(value)[:80]}
+    return factors
+
+
+class RecordPlugin(LinePlugin):
+    """Writes the lines and factors of each test to the requested file."""
+
+    def __init__(self, out: Path) -> None:
+        from tests.exact.pool import Pool
+
+        self.jobs: dict[str, list[Factors]] = defaultdict(list)
+        self.items: dict[str, dict[str, Any]] = {}
+        self.name = ""
+        run = Pool.run
+        plugin = self
+
+        def run_job(self: Pool, function: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> Any:
+            plugin.jobs[plugin.name].append(describe_job(args[0], world, args[1:]))
+            return run(self, function, world, *args, timeout=timeout)
+
+        Pool.run = run_job  # type: ignore[method-assign]
+        super().__init__(out)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Record one test, its fixtures included."""
+        self.name = item.nodeid
+        callspec = getattr(item, "callspec", None)
+        parameters = callspec.params if callspec is not None else {}
+        self.items[item.nodeid] = {
+            "parameters": {name: str(value) for name, value in parameters.items() if _is_plain(value)},
+            "is_parametrized": callspec is not None,
+            "is_campaign": item.get_closest_marker("campaign") is not None,
+        }
+        return (yield from super().pytest_runtest_protocol(item))
+
+    def pytest_unconfigure(self) -> None:
+        """Write the file."""
+        records = {}
+        for name, lines in self.tests.items():
+            # The reference of one process has all settings without their layout.
+            jobs = [job for job in self.jobs[name] if job["world"] != "1"] or self.jobs[name]
+            records[name] = self.items[name] | {
+                "jobs": jobs,
+                "lines": {file: sorted(numbers) for file, numbers in lines.items()},
+            }
+        self.out.write_text(json.dumps(records))
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+# Choice ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A test with its cost in processor seconds and the elements that it covers."""
+
+    name: str
+    seconds: float
+    elements: frozenset[tuple[Any, ...]]
+
+
+def list_candidates(records: Mapping[str, Any], seconds: Mapping[str, float]) -> list[Candidate]:
+    """Return the tests of the suite with their elements."""
+    values = count_parameter_values(records)
+    candidates = []
+    for name, record in records.items():
+        if not record["is_campaign"]:
+            file, _, rest = name.partition("::")
+            function = f"{file}::{rest.partition('[')[0]}"
+            parameters = {
+                f"parameter {key}": value
+                for key, value in record["parameters"].items()
+                if values[function, key, value] > 1
+            }
+            jobs = record["jobs"] or [{}]
+            elements = set(list_line_elements(file, record["lines"]))
+            for job in jobs:
+                factors = sorted((job | parameters).items())
+                elements.update((function, *factor) for factor in factors)
+                elements.update(combinations(sorted(job.items()), 2))
+            candidates.append(Candidate(name, seconds.get(name, 0.0), frozenset(elements)))
+    return candidates
+
+
+def count_parameter_values(records: Mapping[str, Any]) -> Counter[tuple[str, str, str]]:
+    """Count the tests by function, parameter and value. A value of a single test is the name of the case."""
+    return Counter(
+        (name.partition("[")[0], key, value)
+        for name, record in records.items()
+        for key, value in record["parameters"].items()
+    )
+
+
+def list_line_elements(file: str, lines: Lines) -> Iterator[tuple[Any, ...]]:
+    """Yield the executed lines as elements of the test's file."""
+    for source, numbers in lines.items():
+        for number in numbers:
+            yield file, source, number
+
+
+def choose(candidates: Collection[Candidate], required: Collection[str]) -> set[str]:
+    """Return the names of tests that cover all elements of all candidates: the required ones, then the cheapest."""
+    uncovered: set[tuple[Any, ...]] = set()
+    for candidate in candidates:
+        uncovered |= candidate.elements
+    chosen = {candidate.name for candidate in candidates if candidate.name in required}
+    for candidate in candidates:
+        if candidate.name in chosen:
+            uncovered -= candidate.elements
+    remaining = [candidate for candidate in candidates if candidate.name not in chosen]
+    while uncovered:
+        best = max(remaining, key=lambda candidate: len(candidate.elements & uncovered) / max(candidate.seconds, 0.05))
+        chosen.add(best.name)
+        uncovered -= best.elements
+        remaining.remove(best)
+    return drop_covered(candidates, chosen, required)
+
+
+def drop_covered(candidates: Collection[Candidate], chosen: set[str], required: Collection[str]) -> set[str]:
+    """Return the chosen names without tests that later choices have made redundant, the dearest first."""
+    counts: Counter[tuple[Any, ...]] = Counter()
+    kept = [candidate for candidate in candidates if candidate.name in chosen]
+    for candidate in kept:
+        counts.update(candidate.elements)
+    result = set(chosen)
+    for candidate in sorted(kept, key=lambda candidate: -candidate.seconds):
+        if candidate.name not in required and all(counts[element] > 1 for element in candidate.elements):
+            counts.subtract(candidate.elements)
+            result.remove(candidate.name)
+    return result
+
+
+def write_campaign(path: Path, names: Iterable[str]) -> None:
+    """Write the tests of the campaign by file."""
+    by_file: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        file, _, test = name.partition("::")
+        by_file[file].append(test)
+    parts = [HEADER]
+    for file in sorted(by_file):
+        tests = "".join(f"    {json.dumps(test, ensure_ascii=False)},\n" for test in sorted(by_file[file]))
+        parts.append(f"{json.dumps(file)} = [\n{tests}]\n")
+    path.write_text("\n".join(parts))
+
+
+HEADER = """\
+# Tests that run only with MEGASCALE_EXACT_CASES=all (dev/soak.md). Other tests of the same file execute their lines.
+# Other tests have each pair of their factors. `scripts/covering_tests.py choose` writes this file.
+"""
+
+
+# Command line ---------------------------------------------------------------------------------------------------------
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the plugin of the request."""
+    out = os.environ.pop(REQUEST, None)
+    if out is not None:
+        config.pluginmanager.register(RecordPlugin(Path(out)))
+
+
+def record_tests(out: Path, words: list[str]) -> int:
+    """Run pytest with the plugin."""
+    paths = [str(ROOT / "scripts"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {REQUEST: str(out), "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    command = [sys.executable, "-m", "pytest", "-p", Path(__file__).stem, "-p", "no:cacheprovider", "-q"]
+    return subprocess.run(command + words, env=env, cwd=ROOT, check=False).returncode
+
+
+def read_json(paths: Iterable[Path]) -> dict[str, Any]:
+    """Return the merged objects of files."""
+    result: dict[str, Any] = {}
+    for path in paths:
+        result |= json.loads(path.read_text())
+    return result
+
+
+def main() -> int:
+    """Run a command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("record", "choose"))
+    parser.add_argument("--out", type=Path, required=True, help="the file to write")
+    parser.add_argument("--record", type=Path, action="append", default=[], help="a file of `record`")
+    parser.add_argument("--seconds", type=Path, action="append", default=[], help="a file of `count_cpu.py`")
+    parser.add_argument("--keep", action="append", default=[], help="a test that stays; may be repeated")
+    parser.add_argument("words", nargs="*", metavar="WORD", help="for pytest")
+    args = parser.parse_intermixed_args()
+    if args.command == "record":
+        return record_tests(args.out, args.words)
+    records, seconds = read_json(args.record), read_json(args.seconds)
+    candidates = list_candidates(records, seconds)
+    required = {
+        candidate.name
+        for candidate in candidates
+        if candidate.seconds < DEAREST or not records[candidate.name]["is_parametrized"]
+    }
+    required |= set(args.keep)
+    chosen = choose(candidates, required)
+    dropped = [candidate for candidate in candidates if candidate.name not in chosen]
+    write_campaign(args.out, [candidate.name for candidate in dropped])
+    total = sum(candidate.seconds for candidate in candidates)
+    saved = sum(candidate.seconds for candidate in dropped)
+    print(f"{len(dropped)} of {len(candidates)} tests leave, {saved:.1f} of {total:.1f} processor seconds")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""Commands whose help reads like that of torchrun and kubectl: arguments in capitals, and flags without a type."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.models import CommandInfo, TyperInfo
+
+
+class ReadableHelp:
+    """Mixin for commands and groups of typer. Names of arguments apply to error messages too."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, with the words that help pages show for them."""
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in params:
+            if parameter.metavar is not None:
+                continue
+            if parameter.param_type_name == "argument":
+                parameter.metavar = parameter.name.upper()
+            elif getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return params
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the parts of the usage line. Required arguments have no braces, which a shell would expand."""
+        pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
+        return [re.sub(r"^\{(.*)\}(\.\.\.)?$", r"\1\2", piece) for piece in pieces]
+
+
+class ReadableCommand(ReadableHelp, TyperCommand):
+    """A command with a readable help page."""
+
+
+class ReadableGroup(ReadableHelp, TyperGroup):
+    """A group with a readable help page."""
+
+
+def make_readable(app: typer.Typer) -> None:
+    """Give all commands and groups of `app` that have no class of their own a readable help page."""
+    for info in app.registered_commands:
+        _replace_class(info, TyperCommand, ReadableCommand)
+    for group in app.registered_groups:
+        assert group.typer_instance is not None
+        _replace_class(group.typer_instance.info, TyperGroup, ReadableGroup)
+        make_readable(group.typer_instance)
+
+
+def _replace_class(info: CommandInfo | TyperInfo, default: type, readable: type) -> None:
+    """Replace the class of a command or a group if it is typer's default, which may stand in a placeholder."""
+    chosen = getattr(info.cls, "value", info.cls)
+    if chosen is None or chosen is default:
+        info.cls = readable
