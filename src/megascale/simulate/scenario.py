@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -143,6 +144,18 @@ class Scenario:
             )
             totals.append(memory.total)
         return max(totals) / GIB + RESERVE_GIB
+
+
+def dump_settings(config: Config) -> dict[str, Any]:
+    """Return a configuration as a tree to change, from which `from_tree` makes a configuration.
+
+    The preset is left out, since its values are in the tree. So is the precision if it is not set.
+    """
+    tree = config.model_dump(exclude_none=True)
+    tree["model"].pop("preset", None)
+    if "precision" not in config.train.model_fields_set:
+        tree["train"].pop("precision")
+    return tree
 
 
 def match_hosts(config: Config, cluster: ClusterSpec) -> tuple[Config, ClusterSpec]:

@@ -230,10 +230,11 @@ def _check_fit(scenario: Scenario, case: Case, memory: float, *, check_memory: b
 def _check_rates(scenario: Scenario) -> None:
     """Raise ConfigError if the cluster lacks a rate that the configuration or the software needs."""
     cluster, software = scenario.cluster, scenario.software
-    precision = scenario.config.train.precision
-    if precision != "bfloat16" and cluster.gpu.name != "cpu":
+    train = scenario.config.train
+    is_set = "precision" in train.model_fields_set
+    if is_set and train.precision != "bfloat16" and cluster.gpu.name != "cpu":
         raise ConfigError(
-            f"train.precision={precision} has no price: the rates of {cluster.name} are those of bfloat16; set "
+            f"train.precision={train.precision} has no price: the rates of {cluster.name} are those of bfloat16; set "
             "--train.precision=bfloat16 (`megascale plan` gives memory and FLOPs in any precision)"
         )
     if software.float8 and cluster.gpu.float8_tflops is None:
