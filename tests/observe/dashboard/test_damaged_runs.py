@@ -25,7 +25,7 @@ from megascale.core.status import StatusFile
 from megascale.errors import DataError, MegascaleError
 from megascale.observe.dashboard import questions
 from megascale.observe.dashboard.questions import Questions, Sources
-from megascale.observe.dashboard.run_reader import _describe_clock
+from megascale.observe.dashboard.run_reader import RunList, _describe_clock
 from megascale.observe.store.frames import COUNTER, COUNTERS, ROLLUP, ROLLUPS, SPANS, FrameHead, pack_frame
 from megascale.observe.store.spool import pack_header, read_segment, save_orphan
 from megascale.observe.store.tables import SpanTables
@@ -329,3 +329,13 @@ def test_spans_of_a_folder_whose_name_is_not_utf8_are_refused(tmp_path):
     (folder / "spans" / "host=0").mkdir(parents=True)
     with pytest.raises(DataError, match="not UTF-8"):
         SpanTables(folder)
+
+
+def test_runs_whose_names_cannot_be_shown_are_counted(tmp_path):
+    odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    for folder in (odd, tmp_path / "plain"):
+        folder.mkdir()
+        (folder / "metrics.jsonl").touch()
+    runs = RunList(tmp_path)
+    assert runs.list_names() == ["plain"]
+    assert runs.list_unlisted() == [odd]

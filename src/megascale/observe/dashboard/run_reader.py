@@ -95,6 +95,17 @@ class RunList:
         runs = [(_read_last_write_time(self.folder / name), name) for name in names if _is_run(self.folder / name)]
         return [name for _, name in sorted(runs, reverse=True)[:_MAX_RUNS]]
 
+    def list_unlisted(self) -> list[Path]:
+        """Return the run folders that the pages leave out, because their names are not plain text."""
+        if self.is_single:
+            return []
+        try:
+            with os.scandir(self.folder) as entries:
+                folders = [Path(entry.path) for entry in entries if not is_plain_name(entry.name) and entry.is_dir()]
+        except OSError:
+            return []
+        return sorted(folder for folder in folders if _is_run(folder))
+
     def find_folder(self, name: str) -> Path:
         """Return the folder of a run. Raises DataError if there is no run of that name."""
         if self.is_single and name == self.list_names()[0]:
