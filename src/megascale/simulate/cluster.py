@@ -191,16 +191,16 @@ def set_value(cluster: ClusterSpec, section_name: str, key: str, value: Any) -> 
 def _check_units(cluster: ClusterSpec) -> None:
     """Raise ConfigError for a figure that is wrong by so much that its unit is likely another one."""
     gpu = cluster.gpu
-    ranges = {}
-    if gpu.name != "cpu":
-        ranges = {
-            "gpu.peak_tflops": (gpu.peak_tflops, 10.0, 1e5, "TFLOP/s"),
-            "gpu.memory_gbs": (gpu.memory_gbs, 100.0, 1e5, "GB/s"),
-            "gpu.memory_gib": (gpu.memory_gib, 1.0, 4096.0, "GiB"),
-        }
-        for kernel, table in cluster.kernels.attention.items():
-            fastest = max(rate for _, rate in table)
-            ranges[f"kernels.attention.{kernel}"] = (fastest, 0.0, gpu.peak_tflops, "TFLOP/s, at most gpu.peak_tflops")
+    if gpu.name == "cpu":  # has other magnitudes, and links of processes on one host
+        return
+    ranges = {
+        "gpu.peak_tflops": (gpu.peak_tflops, 10.0, 1e5, "TFLOP/s"),
+        "gpu.memory_gbs": (gpu.memory_gbs, 100.0, 1e5, "GB/s"),
+        "gpu.memory_gib": (gpu.memory_gib, 1.0, 4096.0, "GiB"),
+    }
+    for kernel, table in cluster.kernels.attention.items():
+        fastest = max(rate for _, rate in table)
+        ranges[f"kernels.attention.{kernel}"] = (fastest, 0.0, gpu.peak_tflops, "TFLOP/s, at most gpu.peak_tflops")
     for name in ("inside", "between"):
         link: LinkSpec = getattr(cluster, name)
         limit = _MAX_BUS_SHARE * link.gbs
