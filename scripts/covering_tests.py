@@ -11,10 +11,13 @@ or several, a number is the default or another), the jobs with their flags, and 
 share.
 
 `choose` keeps the cheapest set of tests, greedily by new coverage per processor second, which covers
-- each line that a file's tests execute, by a test of the same file,
-- each value of a factor that a test function has, by a test of the same function,
-- each pair of values of two factors, by any test.
-Tests without parameters stay. `scripts/redundant_tests.py mutants` checks the choice: it runs faults of the sources.
+- each executed line, by any test,
+- each test function, and each value of a parameter that several of its tests have, by a test of the function (each pair
+  of values if they are of three parameters or more),
+- each pair of values of two factors of a job, by any test. Axes of one rank and other defaults form no pairs.
+Tests without parameters stay, tests of functions that take less than a second in all, and those that guard an area of
+`mutate.py`. The others are added to the file.
+`scripts/redundant_tests.py mutants` checks the choice: it runs faults of the sources.
 """
 
 from __future__ import annotations
@@ -24,22 +27,39 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
-from redundant_tests import ROOT, LinePlugin, Lines
+from redundant_tests import ROOT, LinePlugin
 
 REQUEST = "MEGASCALE_COVERING_TESTS"
 SECTIONS = ("model", "parallel", "train", "optimizer", "overlap", "kernels")
 # Sizes that follow from other factors, or that no code path depends on.
-IGNORED = {"train.global_batch", "train.seed", "train.name", "lr.peak", "model.hidden", "model.init_std"}
+IGNORED = {
+    "model.heads",
+    "model.hidden",
+    "model.init_std",
+    "model.layers",
+    "model.sequence_length",
+    "model.vocab_multiple",
+    "model.vocab_size",
+    "optimizer.clip",
+    "train.global_batch",
+    "train.micro_batch",
+    "train.name",
+    "train.precision",
+    "train.seed",
+}
+DEFAULTS = {"1", "even", "enough"}
 AXES = {"tensor", "pipeline", "data", "context", "expert", "replicate", "virtual_stages"}
-DEAREST = 0.1  # processor seconds; a cheaper test stays
+CHEAP_FUNCTION = 1.0  # processor seconds of all tests of a function, which stay
+CHEAP_TEST = 0.02  # processor seconds that a test counts at least
 
 Factors = dict[str, str]
 
@@ -79,15 +99,23 @@ def _describe_section(name: str, settings: Mapping[str, Any]) -> Iterator[tuple[
 
 def describe_job(function: Callable[..., Any], world: int, arguments: Iterable[Any]) -> Factors:
     """Return the factors of a job of the workers."""
-    factors = {"job": getattr(function, "__qualname__", str(function)), "world": "1" if world == 1 else "several"}
+    factors: dict[str, Any] = {"job": getattr(function, "__qualname__", str(function))}
+    factors["world"] = "1" if world == 1 else "several"
     for index, value in enumerate(arguments):
         if isinstance(value, Mapping) and not value.keys().isdisjoint(SECTIONS):
             factors |= describe_tree(value)
-        elif callable(value) or isinstance(value, (bool, str)):
+        elif callable(value):
             factors[f"argument {index}"] = getattr(value, "__qualname__", str(value))
-        elif hasattr(value, "_fields") or hasattr(value, "__dataclass_fields__"):
-            factors |= {f"argument {index}": str(value)[:80]}
-    return factors
+        elif is_dataclass(value):
+            factors |= {f"{type(value).__name__}.{name}": flag for name, flag in vars(value).items() if _is_flag(flag)}
+        elif _is_flag(value):
+            factors[f"argument {index}"] = value
+    return {name: str(value) for name, value in factors.items() if value != "nullcontext"}
+
+
+def _is_flag(value: Any) -> bool:
+    """Return whether a value chooses what a job does. Numbers and paths are data."""
+    return value is True or (isinstance(value, str) and os.sep not in value)
 
 
 class RecordPlugin(LinePlugin):
@@ -116,8 +144,7 @@ class RecordPlugin(LinePlugin):
         callspec = getattr(item, "callspec", None)
         parameters = callspec.params if callspec is not None else {}
         self.items[item.nodeid] = {
-            "parameters": {name: str(value) for name, value in parameters.items() if _is_plain(value)},
-            "is_parametrized": callspec is not None,
+            "parameters": {name: str(value)[:200] for name, value in parameters.items()},
             "is_campaign": item.get_closest_marker("campaign") is not None,
         }
         return (yield from super().pytest_runtest_protocol(item))
@@ -133,10 +160,6 @@ class RecordPlugin(LinePlugin):
                 "lines": {file: sorted(numbers) for file, numbers in lines.items()},
             }
         self.out.write_text(json.dumps(records))
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))
 
 
 # Choice ---------------------------------------------------------------------------------------------------------------
@@ -156,21 +179,20 @@ def list_candidates(records: Mapping[str, Any], seconds: Mapping[str, float]) ->
     values = count_parameter_values(records)
     candidates = []
     for name, record in records.items():
-        if not record["is_campaign"]:
-            file, _, rest = name.partition("::")
-            function = f"{file}::{rest.partition('[')[0]}"
-            parameters = {
-                f"parameter {key}": value
-                for key, value in record["parameters"].items()
-                if values[function, key, value] > 1
-            }
-            jobs = record["jobs"] or [{}]
-            elements = set(list_line_elements(file, record["lines"]))
-            for job in jobs:
-                factors = sorted((job | parameters).items())
-                elements.update((function, *factor) for factor in factors)
-                elements.update(combinations(sorted(job.items()), 2))
-            candidates.append(Candidate(name, seconds.get(name, 0.0), frozenset(elements)))
+        if record["is_campaign"]:
+            continue
+        function = name.partition("[")[0]
+        elements: set[tuple[Any, ...]] = {(function,)}
+        elements.update((file, number) for file, numbers in record["lines"].items() for number in numbers)
+        parameters = sorted(item for item in record["parameters"].items() if values[function, *item] > 1)
+        elements.update((function, *parameter) for parameter in parameters)
+        if len(parameters) > 2:
+            elements.update((function, *pair) for pair in combinations(parameters, 2))
+        for job in record["jobs"]:
+            elements.update(
+                combinations(sorted((key, value) for key, value in job.items() if value not in DEFAULTS), 2)
+            )
+        candidates.append(Candidate(name, seconds.get(name, 0.0), frozenset(elements)))
     return candidates
 
 
@@ -183,28 +205,36 @@ def count_parameter_values(records: Mapping[str, Any]) -> Counter[tuple[str, str
     )
 
 
-def list_line_elements(file: str, lines: Lines) -> Iterator[tuple[Any, ...]]:
-    """Yield the executed lines as elements of the test's file."""
-    for source, numbers in lines.items():
-        for number in numbers:
-            yield file, source, number
+def list_required(candidates: Collection[Candidate]) -> set[str]:
+    """Return the names of tests without parameters and of tests of cheap functions."""
+    seconds: Counter[str] = Counter()
+    for candidate in candidates:
+        seconds[candidate.name.partition("[")[0]] += candidate.seconds  # type: ignore[assignment]
+    return {
+        candidate.name
+        for candidate in candidates
+        if "[" not in candidate.name or seconds[candidate.name.partition("[")[0]] < CHEAP_FUNCTION
+    }
 
 
 def choose(candidates: Collection[Candidate], required: Collection[str]) -> set[str]:
     """Return the names of tests that cover all elements of all candidates: the required ones, then the cheapest."""
-    uncovered: set[tuple[Any, ...]] = set()
-    for candidate in candidates:
-        uncovered |= candidate.elements
     chosen = {candidate.name for candidate in candidates if candidate.name in required}
-    for candidate in candidates:
-        if candidate.name in chosen:
-            uncovered -= candidate.elements
-    remaining = [candidate for candidate in candidates if candidate.name not in chosen]
-    while uncovered:
-        best = max(remaining, key=lambda candidate: len(candidate.elements & uncovered) / max(candidate.seconds, 0.05))
-        chosen.add(best.name)
-        uncovered -= best.elements
-        remaining.remove(best)
+    covered = set().union(*(candidate.elements for candidate in candidates if candidate.name in chosen))
+    remaining = {
+        candidate.name: (candidate, candidate.elements - covered)
+        for candidate in candidates
+        if candidate.name not in chosen
+    }
+    while remaining:
+        best, elements = max(remaining.values(), key=lambda item: len(item[1]) / max(item[0].seconds, CHEAP_TEST))
+        if elements:
+            chosen.add(best.name)
+        remaining = {
+            name: (candidate, uncovered - elements)
+            for name, (candidate, uncovered) in remaining.items()
+            if not uncovered <= elements
+        }
     return drop_covered(candidates, chosen, required)
 
 
@@ -222,6 +252,19 @@ def drop_covered(candidates: Collection[Candidate], chosen: set[str], required: 
     return result
 
 
+def read_campaign(path: Path) -> set[str]:
+    """Return the tests that a file names, or none without it."""
+    if not path.exists():
+        return set()
+    return {f"{file}::{name}" for file, names in tomllib.loads(path.read_text()).items() for name in names}
+
+
+def read_guards(path: Path) -> set[str]:
+    """Return the single tests that guard areas of `mutate.py`."""
+    areas = tomllib.loads(path.read_text())
+    return {test for area in areas.values() for test in area["tests"] if "::" in test}
+
+
 def write_campaign(path: Path, names: Iterable[str]) -> None:
     """Write the tests of the campaign by file."""
     by_file: dict[str, list[str]] = defaultdict(list)
@@ -237,7 +280,7 @@ def write_campaign(path: Path, names: Iterable[str]) -> None:
 
 HEADER = """\
 # Tests that run only with MEGASCALE_EXACT_CASES=all (dev/soak.md). Other tests of the same file execute their lines.
-# Other tests have each pair of their factors. `scripts/covering_tests.py choose` writes this file.
+# Other tests have each pair of their factors. `scripts/covering_tests.py choose` adds names.
 """
 
 
@@ -281,15 +324,10 @@ def main() -> int:
         return record_tests(args.out, args.words)
     records, seconds = read_json(args.record), read_json(args.seconds)
     candidates = list_candidates(records, seconds)
-    required = {
-        candidate.name
-        for candidate in candidates
-        if candidate.seconds < DEAREST or not records[candidate.name]["is_parametrized"]
-    }
-    required |= set(args.keep)
+    required = list_required(candidates) | read_guards(ROOT / "scripts/mutation_areas.toml") | set(args.keep)
     chosen = choose(candidates, required)
     dropped = [candidate for candidate in candidates if candidate.name not in chosen]
-    write_campaign(args.out, [candidate.name for candidate in dropped])
+    write_campaign(args.out, read_campaign(args.out) | {candidate.name for candidate in dropped})
     total = sum(candidate.seconds for candidate in candidates)
     saved = sum(candidate.seconds for candidate in dropped)
     print(f"{len(dropped)} of {len(candidates)} tests leave, {saved:.1f} of {total:.1f} processor seconds")

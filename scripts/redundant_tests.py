@@ -4,7 +4,8 @@
     scripts/redundant_tests.py lines --out lines.json tests/exact/test_context.py
     scripts/redundant_tests.py mutants --lines lines.json --seed 1 --count 40 tests/exact/test_context.py
 
-`lines` writes the lines of `src` that each test executes: in pytest's process, and in the workers of `tests/exact`.
+`lines` writes the lines of `src` that each test executes: in pytest's process, in the workers of `tests/exact`, and in
+processes of `tests/forked.py`, which write them once per second and at their end.
 Jobs of the fixture `one_process` are left out, since the first test with a reference trains it for all others.
 
 `mutants` draws mutants of `mutate.py` on lines that tests under the mark `campaign` execute, and runs these tests until
@@ -19,82 +20,31 @@ import argparse
 import importlib
 import inspect
 import json
+import math
 import os
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-SOURCES = str(ROOT / "src") + os.sep
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder of `tests`
+
+from tests.line_recorder import FOLDER, ROOT, LineRecorder, Lines, read_processes
+
 REQUEST = "MEGASCALE_REDUNDANT_TESTS"
 TIME_LIMIT = 40.0  # seconds for a job of a worker whose code is a mutant
 
-Lines = dict[str, list[int]]
-
 
 # Lines ----------------------------------------------------------------------------------------------------------------
-
-
-class LineRecorder:
-    """Records the lines of `src` that all threads execute, each line once per code object."""
-
-    def __init__(self) -> None:
-        # Hashing a code object takes longer than a line, so codes are known by their numbers and kept alive.
-        self.remaining: dict[int, set[int] | None] = {}
-        self.codes: dict[int, CodeType] = {}
-
-    def __enter__(self) -> LineRecorder:
-        threading.settrace(self._trace)
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
-
-    def read(self) -> Lines:
-        """Return the lines by file, relative to the repository."""
-        lines: dict[str, set[int]] = defaultdict(set)
-        for number, code in self.codes.items():
-            remaining = self.remaining[number]
-            if remaining is not None:
-                lines[code.co_filename.removeprefix(f"{ROOT}{os.sep}")] |= _list_lines(code) - remaining
-        return {file: sorted(numbers) for file, numbers in lines.items()}
-
-    def _trace(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
-        code = frame.f_code
-        try:
-            remaining = self.remaining[id(code)]
-        except KeyError:
-            remaining = None
-            if code.co_filename.startswith(SOURCES):
-                remaining = _list_lines(code)
-            self.codes[id(code)] = code
-            self.remaining[id(code)] = remaining
-        if not remaining:
-            frame.f_trace_lines = False
-            return None
-        remaining.discard(frame.f_lineno)
-
-        def trace_line(frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
-            remaining.discard(frame.f_lineno)
-            return trace_line
-
-        return trace_line
-
-
-def _list_lines(code: CodeType) -> set[int]:
-    return {number for *_, number in code.co_lines() if number is not None}
 
 
 def run_recorded(rank: int, world: int, function: Callable[..., Any], *args: Any) -> tuple[Any, Lines]:
@@ -134,10 +84,15 @@ class LinePlugin:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """Record one test, its fixtures included."""
+        """Record one test, its fixtures and the processes that it forks included."""
         self.current = self.tests.setdefault(item.nodeid, defaultdict(set))
-        with LineRecorder() as recorder:
-            result = yield
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            os.environ[FOLDER] = folder
+            with LineRecorder() as recorder:
+                result = yield
+            del os.environ[FOLDER]
+            for lines in read_processes(Path(folder)):
+                self.add(lines)
         self.add(recorder.read())
         return result
 
@@ -357,7 +312,7 @@ class MutantPlugin:
         names = [name for name in items if mutant.line in self.tests[name].get(mutant.file, ())]
         # Tests that execute few lines take less time.
         names.sort(key=lambda name: sum(map(len, self.tests[name].values())))
-        noticed_by = find_failure(items[name] for name in names if name in self.campaign)
+        noticed_by = find_failure((items[name] for name in names if name in self.campaign), self.request["limit"])
         killed_by = ""
         if noticed_by:
             killed_by = find_failure(items[name] for name in names if name not in self.campaign)
@@ -377,9 +332,12 @@ def _restore(replaced: list[tuple[FunctionType, CodeType]]) -> None:
         function.__code__ = code
 
 
-def find_failure(items: Iterable[pytest.Item]) -> str:
-    """Run tests until one fails; return its name, or an empty string."""
+def find_failure(items: Iterable[pytest.Item], limit: float = math.inf) -> str:
+    """Run tests until one fails, and begin none after `limit` seconds; return its name, or an empty string."""
+    deadline = time.monotonic() + limit
     for item in items:
+        if time.monotonic() > deadline:
+            break
         if not is_passed(item):
             return item.nodeid
     return ""
@@ -421,6 +379,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=20, help="how many mutants")
     parser.add_argument("--under", nargs="+", default=["src/"], metavar="PREFIX", help="mutants of these files only")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no mutant after this time")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds for the tests of the campaign per mutant")
     parser.add_argument("--here", action="store_true", help="mutants hold in pytest's process too")
     parser.add_argument("words", nargs="*", metavar="WORD", help="for pytest")
     args = parser.parse_intermixed_args()

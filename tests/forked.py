@@ -27,6 +27,8 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import IO, Any
 
+from tests.line_recorder import record_process
+
 COMMAND = "megascale.cli.main"
 BENCHMARKS = "benchmarks.__main__"
 CHAOS = "tests.chaos.__main__"
@@ -264,6 +266,7 @@ def _run(module: str, arguments: list[str]) -> None:
     if arguments and arguments[0] in ("train", "launch", "agent") and DRAW not in os.environ:
         importlib.import_module("matplotlib.figure").Figure.savefig = _undrawn
     sys.argv = ["megascale"] + arguments
+    record_process()
     try:
         if module in SCRIPTS:
             runpy.run_module(module, run_name="__main__")

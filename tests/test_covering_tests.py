@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megascale.core.batch import SampleFields
 from tests.exact.cases import case
 
 FOLDER = Path(__file__).resolve().parents[1] / "scripts"
@@ -30,7 +31,8 @@ def script() -> ModuleType:
 
 def test_factors_are_axes_and_settings_in_classes(script: ModuleType) -> None:
     layout = case(2, 2, 1, microbatches=3, model={"window": 3, "dropout": 0.1}, parallel={"recompute": "full"})
-    factors = script.describe_job(test_factors_are_axes_and_settings_in_classes, layout.world, (layout.tree, 2, True))
+    arguments = (layout.tree, 2, True, SampleFields(positions=True), "/tmp/checkpoints")
+    factors = script.describe_job(test_factors_are_axes_and_settings_in_classes, layout.world, arguments)
     expected = {
         "world": "several",
         "parallel.tensor": "several",
@@ -39,16 +41,17 @@ def test_factors_are_axes_and_settings_in_classes(script: ModuleType) -> None:
         "model.window": "set",
         "micro-batches": "uneven",
         "argument 2": "True",
+        "SampleFields.positions": "True",
     }
     assert factors.items() >= expected.items()
-    assert "argument 1" not in factors  # the number of steps
+    assert factors.keys().isdisjoint(("argument 1", "SampleFields.loss_weights", "argument 4"))
     assert factors["job"] == "test_factors_are_axes_and_settings_in_classes"
 
 
 def make_record(lines: list[int], **factors: str) -> dict[str, Any]:
     """Return what `record` writes of a test with one job."""
     job = [factors] if factors else []
-    return {"lines": {"src/a.py": lines}, "jobs": job, "parameters": {}, "is_parametrized": True, "is_campaign": False}
+    return {"lines": {"src/a.py": lines}, "jobs": job, "parameters": {}, "is_campaign": False}
 
 
 def choose(script: ModuleType, records: dict[str, Any], seconds: dict[str, float]) -> set[str]:
@@ -56,34 +59,29 @@ def choose(script: ModuleType, records: dict[str, Any], seconds: dict[str, float
 
 
 def test_the_cheapest_tests_with_all_pairs_stay(script: ModuleType) -> None:
-    records = {f"t.py::f[{a}{b}]": make_record([1], tensor=a, zero=b) for a in ("1", "2") for b in ("0", "3")}
+    records = {f"t.py::f[{a}{b}]": make_record([1], tensor=a, zero=b) for a in "23" for b in "03"}
     assert choose(script, records, dict.fromkeys(records, 1.0)) == set(records)
-    records["t.py::f[again]"] = make_record([1], tensor="2", zero="3")
-    seconds = dict.fromkeys(records, 1.0) | {"t.py::f[23]": 2.0}
-    assert choose(script, records, seconds) == set(records) - {"t.py::f[23]"}
+    records["u.py::f[again]"] = make_record([1], tensor="3", zero="3", pipeline="1")
+    seconds = dict.fromkeys(records, 1.0) | {"t.py::f[33]": 2.0}
+    assert choose(script, records, seconds) == set(records) - {"t.py::f[33]"}
 
 
-def test_a_pair_may_be_in_another_function_and_a_value_may_not(script: ModuleType) -> None:
+def test_defaults_form_no_pairs(script: ModuleType) -> None:
     records = {
-        "t.py::f[0]": make_record([1], tensor="1", zero="0"),
-        "t.py::f[1]": make_record([1], tensor="1", zero="3"),
-        "t.py::f[2]": make_record([1], tensor="2", zero="0"),
-        "t.py::f[3]": make_record([1], tensor="2", zero="3"),
-        "t.py::g[0]": make_record([1], tensor="2", zero="3"),
+        "t.py::f[0]": make_record([1], tensor="2", pipeline="1"),
+        "t.py::f[1]": make_record([1], tensor="2", zero="3"),
     }
-    seconds = dict.fromkeys(records, 1.0)
-    assert choose(script, records, seconds) == set(records) - {"t.py::f[3]"}
-    del records["t.py::f[2]"]  # now only f[3] has this value in its function
-    assert choose(script, records, seconds) == set(records)
+    assert choose(script, records, {}) == {"t.py::f[1]"}
 
 
-def test_lines_are_covered_in_the_same_file(script: ModuleType) -> None:
+def test_each_line_and_each_function_has_a_test(script: ModuleType) -> None:
     records = {
         "t.py::f[0]": make_record([1, 2]),
         "t.py::f[1]": make_record([2]),
         "u.py::f[1]": make_record([2]),
+        "u.py::f[2]": make_record([1, 2, 3]),
     }
-    assert choose(script, records, {}) == {"t.py::f[0]", "u.py::f[1]"}
+    assert choose(script, records, {}) == {"t.py::f[0]", "u.py::f[2]"}
 
 
 def test_values_that_tests_share_are_factors_and_names_are_not(script: ModuleType) -> None:
@@ -94,3 +92,20 @@ def test_values_that_tests_share_are_factors_and_names_are_not(script: ModuleTyp
     chosen = choose(script, records, {})
     assert len(chosen & {"t.py::f[a]", "t.py::f[b]"}) == 1
     assert len(chosen & {"t.py::f[c]", "t.py::f[d]"}) == 1
+
+
+def test_three_parameters_are_covered_by_pairs(script: ModuleType) -> None:
+    records = {f"t.py::f[{a}{b}{c}]": make_record([1]) for a in "01" for b in "01" for c in "01"}
+    for name, record in records.items():
+        record["parameters"] = dict(zip("abc", name[-4:-1], strict=True))
+    chosen = choose(script, records, {})
+    assert 4 <= len(chosen) < 8
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        assert len({(name[-4:-1][first], name[-4:-1][second]) for name in chosen}) == 4
+
+
+def test_tests_without_parameters_and_of_cheap_functions_stay(script: ModuleType) -> None:
+    records = {name: make_record([1]) for name in ("t.py::f", "t.py::g[0]", "t.py::g[1]", "t.py::h[0]", "t.py::h[1]")}
+    seconds = dict.fromkeys(records, 0.3) | {"t.py::h[1]": 0.8}
+    required = script.list_required(script.list_candidates(records, seconds))
+    assert required == {"t.py::f", "t.py::g[0]", "t.py::g[1]"}

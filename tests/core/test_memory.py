@@ -2,6 +2,7 @@
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -108,30 +109,36 @@ def test_parameters_match_the_model():
             assert sum(p.numel() for p in chunk.parameters()) == count_chunk_parameters(config.model, local, g, 3)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"block": "parallel"},
-        {"block": "parallel", "parallel_norms": 2},
-        {"kv_heads": 2},
-        {"ffn_hidden": 192, "attention_bias": False, "mlp_bias": False},
-        {"block": "parallel", "dropout": 0.1},
-        {"qk_norm": "head"},
-        {"norm_placement": "post"},
-        {"norm": "layernorm_no_bias"},
-        {"attention_multiplier": 0.3},
-        {"residual_multiplier": 0.3},
-        {"norm_placement": "both", "half": "mlp"},
-        {"half": "attention"},
-        {"half": "mlp"},
-        {"mlp": "experts", "mlp_bias": False, "activation": "swiglu", "experts": {"width": 96, "top_k": 3}},
-        {"mlp": "experts", "mlp_bias": False, "experts": {"shared_width": 128, "shared_gate": True}},
-        {"mlp": "experts", "mlp_bias": False, "experts": {"width": 96, "scores": "sigmoid", "normalize": "none"}},
-    ],
-)
-@pytest.mark.parametrize("recompute", ["none", "norms", "activation", "selective", "mlp", "attention"])
-@pytest.mark.parametrize("precision", ["default", "float8", "float8_rowwise", "float8_rowwise_wgrad"])
+BLOCKS: list[dict[str, Any]] = [
+    {},
+    {"block": "parallel"},
+    {"block": "parallel", "parallel_norms": 2},
+    {"kv_heads": 2},
+    {"ffn_hidden": 192, "attention_bias": False, "mlp_bias": False},
+    {"block": "parallel", "dropout": 0.1},
+    {"qk_norm": "head"},
+    {"norm_placement": "post"},
+    {"norm": "layernorm_no_bias"},
+    {"attention_multiplier": 0.3},
+    {"residual_multiplier": 0.3},
+    {"norm_placement": "both", "half": "mlp"},
+    {"half": "attention"},
+    {"half": "mlp"},
+    {"mlp": "experts", "mlp_bias": False, "activation": "swiglu", "experts": {"width": 96, "top_k": 3}},
+    {"mlp": "experts", "mlp_bias": False, "experts": {"shared_width": 128, "shared_gate": True}},
+    {"mlp": "experts", "mlp_bias": False, "experts": {"width": 96, "scores": "sigmoid", "normalize": "none"}},
+]
+RECOMPUTES = ("none", "norms", "activation", "selective", "mlp", "attention")
+PRECISIONS = ("default", "float8", "float8_rowwise", "float8_rowwise_wgrad")
+# Each block with each recomputation, and each of the two with each precision.
+SAVED = [
+    (options, recompute, PRECISIONS[(i + j) % 4])
+    for i, options in enumerate(BLOCKS)
+    for j, recompute in enumerate(RECOMPUTES)
+]
+
+
+@pytest.mark.parametrize(("options", "recompute", "precision"), SAVED)
 def test_saved_tensors_are_those_that_the_block_keeps(options, recompute, precision):
     """One layer on the CPU: bytes of all distinct storages that autograd holds, parameters aside."""
     torch = pytest.importorskip("torch")

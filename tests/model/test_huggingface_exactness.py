@@ -10,6 +10,7 @@ import random
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -253,8 +254,7 @@ def _make_wide(imported: ImportedModel) -> Chunk:
     return wide
 
 
-@pytest.mark.parametrize("dtype", LIMITS, ids=str)
-@pytest.mark.parametrize("number", range(DRAWS))
+@pytest.mark.parametrize(("number", "dtype"), zip(range(DRAWS), cycle(LIMITS), strict=False))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_round_trip_of_a_drawn_model(family: str, number: int, dtype: torch.dtype, tmp_path: Path) -> None:
     settings = draw_settings(family, random.Random(f"{family}-{number}"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -235,8 +236,7 @@ def test_wrong_input_is_one_paragraph(monkeypatch, capsys, tmp_path, arguments, 
 # generation --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("penalty", [1.0, 1.7])
+@pytest.mark.parametrize(("family", "penalty"), zip(CONFIGS, cycle([1.0, 1.7]), strict=False))
 def test_greedy_generation_is_transformers_token_by_token(family, penalty, tmp_path):
     """Rotary models go on past the length they were made for, windows and all."""
     theirs = small(family, seed=5)

@@ -1,4 +1,4 @@
-"""A trainer without MegaScale under the driver: a killed rank and a hang are named, and the trainer resumes."""
+"""A trainer without MegaScale under the driver: a hang is named, and the trainer resumes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megascale.config import load
 from tests.chaos.foreign.job import DDP_PATTERN, TRAINERS, ForeignJob, Trainer
 from tests.forked import popen
 
-STEPS = 90  # some seconds, in which a rank can be killed
+STEPS = 30  # the hang is in step 18
 PLAIN = Trainer(str(Path(__file__).with_name("plain_trainer.py")), settings=(DDP_PATTERN,))
 
 
@@ -38,8 +38,8 @@ def launch_foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator:
         job.close()
 
 
-def test_a_hang_and_a_killed_rank_are_named_and_the_trainer_resumes(launch_foreign):
-    """One job: its trainers load torch anew at each start, which takes longer than all else here."""
+def test_a_hang_is_named_and_the_trainer_resumes(launch_foreign):
+    """Trainers load torch anew at each start, so `python -m tests.chaos foreign` has the other faults."""
     job = launch_foreign("sleep", 1)
     job.wait(lambda: job.step() >= 20, "a step after the hang")
     hang = job.events("hang")[0]
@@ -47,12 +47,8 @@ def test_a_hang_and_a_killed_rank_are_named_and_the_trainer_resumes(launch_forei
     text = " ".join(hang.evidence)
     assert "all_gather" in text
     assert "break_rank" in text
-    assert not job.events("process_killed")
-
-    job.kill_rank(1)
     assert job.finish() == 0, job.output.read_text()
-    (killed,) = job.events("process_killed")
-    assert killed.ranks == (1,)
+    assert not job.events("process_killed")
     assert job.step() == STEPS
     log = (job.run / "logs" / "rank-0.log").read_text()
     assert log.count("iter 1,") == 1

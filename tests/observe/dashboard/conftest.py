@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ from tests.forked import Forked
 
 JOB = Job(tensor=2, stages=2, virtual=2, data=8, microbatches=4)
 STEPS = 12  # of roll-ups
+SIZE: Any = {"width": 1280, "height": 720}  # pixels of a page
 SLOW = 7  # the rank that made spans have a tenth slower
 # The headless shell takes a third of the processor time of the whole browser.
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -47,22 +49,45 @@ def browser() -> Iterator[Any]:
         result.close()
 
 
-@pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    """A fresh page of 1280 x 720; anything that a script raises or the policy refuses fails the test.
+@pytest.fixture(scope="module")
+def tab(browser: Any) -> Iterator[Any]:
+    """Open a tab of 1280 x 720. A new tab has a new process, which takes three times as long as to load a view.
 
     Nothing moves on it: without a GPU a chip that pulses is a third of what a browser computes.
     """
-    context = browser.new_context(viewport={"width": 1280, "height": 720}, reduced_motion="reduce")
-    built = context.new_page()
-    wrong: list[str] = []
-    built.on("pageerror", lambda error: wrong.append(str(error)))
-    built.on(
-        "console", lambda message: wrong.append(message.text) if "Content Security Policy" in message.text else None
-    )
-    built.set_default_timeout(30_000)
-    yield built
+    context = browser.new_context(viewport=SIZE, reduced_motion="reduce")
+    tab = context.new_page()
+    tab.set_default_timeout(30_000)
+    yield tab
     context.close()
+
+
+@pytest.fixture
+def page(tab: Any) -> Iterator[Any]:
+    """Yield the tab without state of earlier tests; script errors and what the policy refuses fail the test."""
+    wrong: list[str] = []
+
+    def note_error(error: Any) -> None:
+        wrong.append(str(error))
+
+    def note_refusal(message: Any) -> None:
+        if "Content Security Policy" in message.text:
+            wrong.append(message.text)
+
+    tab.on("pageerror", note_error)
+    tab.on("console", note_refusal)
+    yield tab
+    tab.remove_listener("pageerror", note_error)
+    tab.remove_listener("console", note_refusal)
+    tab.unroute_all(behavior="ignoreErrors")
+    if tab.url.startswith("http"):
+        tab.evaluate("localStorage.clear(); sessionStorage.clear()")
+        # Scripts end with their document. A blank page would get another process.
+        with contextlib.suppress(Exception):  # the server has ended
+            tab.goto(f"{'/'.join(tab.url.split('/')[:3])}/nothing", wait_until="commit")
+    tab.mouse.move(0, 0)
+    tab.set_viewport_size(SIZE)
+    tab.emulate_media(color_scheme="light", reduced_motion="reduce")
     assert not wrong
 
 
