@@ -205,7 +205,7 @@ def _traced(step: Callable[[], None], activities: list[Any]) -> list[dict[str, A
     import torch.distributed as dist
 
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities) as recorded:
+    with torch.profiler.profile(activities=activities, acc_events=True) as recorded:
         # Profilers come up one after another: the first collective would wait for the last of them.
         dist.barrier()
         step()

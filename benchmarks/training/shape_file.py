@@ -16,6 +16,7 @@ micro_batch = 2
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
@@ -76,6 +77,11 @@ class Shape(BaseModel):
     seconds: float = Field(150, gt=0, description="time limit, start of the model included")
     peer: list[PeerRun] | None = Field(None, description="runs of peers; [] for none; default: one with the defaults")
     compare_with: str | None = Field(None, description="another shape, with whose peers this one is compared")
+
+    @property
+    def file_name(self) -> str:
+        """Return the shape's name as the stem of a file that a shell takes as it is: letters, digits and dashes."""
+        return re.sub(r"[^A-Za-z0-9]+", "-", self.name).strip("-")
 
     def load_config(self, device: str | None = None) -> Config:
         """Return the configuration. Raises ConfigError that names the shape.
@@ -140,6 +146,14 @@ def load_shapes(file: Path) -> list[Shape]:
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
         raise ConfigError(f"{file}: the name {repeated[0]!r} is used twice; give each shape its own name")
+    shapes_by_file: dict[str, str] = {}
+    for shape in shapes:
+        other = shapes_by_file.setdefault(shape.file_name, shape.name)
+        if other != shape.name:
+            raise ConfigError(
+                f"{file}: the names {other!r} and {shape.name!r} give the same file of a profile, {shape.file_name}; "
+                "let them differ in letters or digits"
+            )
     for shape in shapes:
         if shape.compare_with is not None and shape.compare_with not in names:
             raise ConfigError(

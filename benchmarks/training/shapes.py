@@ -82,7 +82,9 @@ def shapes(
     ),
     gemm_seconds: float = typer.Option(2.0, min=0.1, help="Duration of the sustained GEMMs before and after a shape."),
     profile: Path | None = typer.Option(
-        None, help="Folder: trace a further step of each shape of ours, with a table of its kernels in SHAPE.txt."
+        None,
+        help="Folder: trace a further step of each shape of ours, with a table of its kernels in a .txt "
+        "file. File names have the letters and digits of the shape's name, and dashes.",
     ),
     check: bool = typer.Option(False, "--check", help="Print layout and planned memory of each shape, and stop."),
     out: Path = typer.Option(Path("bench-shapes.json"), help="JSON file, written after each shape."),
@@ -323,7 +325,7 @@ def measure_ours(
 
     profile: Path | None = None
     if profile_folder is not None:
-        profile = profile_folder / f"{shape.name.replace('/', '-')}.json"
+        profile = profile_folder / f"{shape.file_name}.json"
     item.set_address()
     rank_info, groups = join_groups(config, name_suffix=suffix)
     if groups is not None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megascale.config import from_tree
+from megascale.core import copy_choice
 from megascale.core.parameter_counts import count_stage_parameters, count_stage_units
 from megascale.core.traffic import estimate_stage_traffic
 from megascale.errors import ConfigError
@@ -126,6 +127,7 @@ class GlooExchange:
         self.rank, self.size = axis.rank, axis.size
         # Only this rank's memory exists here; the counterparts of others are garbage.
         self.peer_memory = [torch.full((peer_memory_bytes,), 255, dtype=torch.uint8) for _ in range(axis.size)]
+        self.memory_bytes = peer_memory_bytes
         self._axis = axis
         self.gather_count = self.meet_count = self.reduction_count = 0
 
@@ -179,7 +181,7 @@ def train_with_copies(rank: int, world: int, tree: dict[str, Any], steps: int) -
     def refuse(out: torch.Tensor, shard: torch.Tensor, axis: Axis) -> Pending:
         raise AssertionError("a unit was gathered by a collective")
 
-    tree = {**tree, "overlap": {**tree["overlap"], "gathers": "copies"}}
+    tree = {**tree, "overlap": {**tree["overlap"], "gathers": "copies", "reductions": "collectives"}}
     with (
         mock.patch.object(symmetric, "make_exchange", make),
         mock.patch.object(parameter_slots, "all_gather_into", refuse),
@@ -375,7 +377,7 @@ def train_with_copied_reductions(rank: int, world: int, tree: dict[str, Any], st
         made.append(GlooExchange(axis, peer_memory_bytes))
         return made[0]
 
-    tree = {**tree, "overlap": {**tree["overlap"], "reductions": "copies"}}
+    tree = {**tree, "overlap": {**tree["overlap"], "gathers": "collectives", "reductions": "copies"}}
     with mock.patch.object(symmetric, "make_exchange", make):
         report = train(rank, world, tree, steps, poisoned_slots)
     return report, made[0].reduction_count
@@ -398,6 +400,69 @@ def test_reductions_by_copies_are_exact(name, pool, one_process):
     assert all(count > 0 for _, count in results)
     reports = [report for report, _ in results]
     assert_equal(one_process(layout.twin, FEW_STEPS), reports, from_tree(layout.tree).model)
+
+
+def train_by_default(
+    rank: int, world: int, tree: dict[str, Any], steps: int, least_tokens: int
+) -> tuple[RankReport, dict[str, str], list[tuple[bool, bool]]]:
+    """Train with the stand-in and the default choices, with another COPIED_REDUCTION_TOKENS.
+
+    Returns:
+        (the report, the start-up lines, whether each exchange has gathered and reduced).
+    """
+    made: list[GlooExchange] = []
+
+    def make(axis: Axis, peer_memory_bytes: int, **options: Any) -> GlooExchange:
+        made.append(GlooExchange(axis, peer_memory_bytes))
+        return made[-1]
+
+    with (
+        mock.patch.object(symmetric, "make_exchange", make),
+        mock.patch.object(copy_choice, "COPIED_REDUCTION_TOKENS", least_tokens),
+    ):
+        engine = make_engine(rank, world, tree)
+        assert engine.count_exchange_bytes() == sum(exchange.memory_bytes for exchange in made)
+        made.clear()
+        report = train(rank, world, tree, steps)
+    uses = [(exchange.gather_count > 0, exchange.reduction_count > 0) for exchange in made]
+    return report, engine.active, uses
+
+
+GATHERS, REDUCES = (True, False), (False, True)  # whether an exchange has gathered, and whether it has reduced
+
+
+@pytest.mark.parametrize(
+    ("least_tokens", "expected_uses", "line"),
+    [
+        (1, [GATHERS, REDUCES], "copy engines"),
+        (
+            4096,
+            [GATHERS],
+            "collectives (no copies: collectives are faster with micro-batches of less than 4,096 tokens)",
+        ),
+    ],
+)
+def test_zero_3_chooses_copies_by_itself(least_tokens, expected_uses, line, pool, one_process):
+    """Tiny micro-batches are reduced by collectives unless the least number of tokens is lower."""
+    layout = CASES["accumulation, tied"]
+    results = pool.run(train_by_default, layout.world, layout.tree, FEW_STEPS, least_tokens)
+    for _, lines, uses in results:
+        assert uses == expected_uses
+        assert lines["matrices gathered by"] == "copy engines"
+        assert lines["gradients of units reduced by"] == line
+    reports = [report for report, _, _ in results]
+    assert_equal(one_process(layout.twin, FEW_STEPS), reports, from_tree(layout.tree).model)
+
+
+def test_collectives_replace_copies_that_do_not_work(pool):
+    layout = CASES["accumulation, tied"]
+    for lines in pool.run(read_start_lines, layout.world, layout.tree):
+        assert lines["matrices gathered by"] == "collectives (no copies: cpu tensors have no symmetric memory)"
+
+
+def read_start_lines(rank: int, world: int, tree: dict[str, Any]) -> dict[str, str]:
+    """Return the start-up lines of an engine."""
+    return make_engine(rank, world, tree).active
 
 
 @pytest.mark.parametrize("zero", [2, 3])
@@ -467,7 +532,7 @@ def test_gradients_that_gemms_round_have_the_bits_of_a_rounding_afterwards(name,
 
 def find_wrong_sums(rank: int, world: int, tree: dict[str, Any], fault: float) -> bool:
     """Return whether the check of a step's reductions finds a wrong block; `fault` is added to one gradient."""
-    tree = {**tree, "overlap": {**tree["overlap"], "reductions": "copies"}}
+    tree = {**tree, "overlap": {**tree["overlap"], "gathers": "collectives", "reductions": "copies"}}
 
     def make(axis: Axis, peer_memory_bytes: int, **options: Any) -> GlooExchange:
         return GlooExchange(axis, peer_memory_bytes)

@@ -285,3 +285,12 @@ def test_a_rank_that_fails_without_a_lost_peer_releases_its_waits(peer, page):
 
 def list_watch_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("peer watch")]
+
+
+def test_members_on_several_hosts_or_in_several_namespaces_are_counted() -> None:
+    local = peer_watch.describe_process(0)
+    assert local.boot_id
+    assert peer_watch.explain_separation([local, local._replace(world_rank=1)]) == ""
+    assert peer_watch.explain_separation([local, local._replace(boot_id="other")]) == "its ranks are on 2 hosts"
+    separated = [local, local._replace(namespace="pid:[1]")]
+    assert peer_watch.explain_separation(separated) == "its ranks are in 2 PID namespaces"

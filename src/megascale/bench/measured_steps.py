@@ -214,7 +214,7 @@ def measure_steps(
             )
         next_step = warmup + steps + 1
         if device.type == "cuda":
-            _measure_memory(device, device_records)
+            _measure_memory(engine, device, device_records)
             _measure_gemm_rate(device, device_records, gemm_seconds)
             # With a pipeline, a device also waits for the messages of other stages.
             if config.parallel.pipeline == 1:
@@ -270,10 +270,11 @@ def _measure_gemm_rate(device: torch.device, records: _DeviceRecords, seconds: f
         records.gemm_rates.append(measure_sustained_gemm_rate(device, seconds))
 
 
-def _measure_memory(device: torch.device, records: _DeviceRecords) -> None:
+def _measure_memory(engine: Engine, device: torch.device, records: _DeviceRecords) -> None:
     import torch
 
-    records.peak_memory_gib = torch.cuda.max_memory_allocated(device) / 2**30
+    peak_bytes = torch.cuda.max_memory_allocated(device) + engine.count_exchange_bytes()
+    records.peak_memory_gib = peak_bytes / 2**30
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     records.used_memory_gib = (total_bytes - free_bytes) / 2**30
 
@@ -408,7 +409,8 @@ def _profile_step(engine: Any, samples: RandomSamples, step: int, *, out: Path, 
     activities = [ProfilerActivity.CPU]
     if is_cuda:
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
+    # Without `acc_events` some releases of torch warn that a further cycle would clear the events of this one.
+    with profile(activities=activities, acc_events=True) as profiler:
         engine.start_gather()
         engine.step(samples.read_batch, step, LEARNING_RATE, has_next_step=True, sum_weights=samples.sum_weights)
         if is_cuda:

@@ -205,17 +205,19 @@ class OverlapConfig(Section):
     data: bool = Field(
         True, description="overlap reduction and gather of buckets with compute, instead of before and after the step"
     )
-    gathers: Literal["collectives", "copies"] = Field(
-        "collectives",  # until long runs have used copies
+    gathers: Literal["auto", "collectives", "copies"] = Field(
+        "auto",
         description="how ZeRO-3 gathers matrices; collectives: NCCL, whose kernels take SMs from GEMMs; copies: copy "
-        "engines of one host's GPUs (needs parallel.zero=3, and each data-parallel group on one host)",
+        "engines of one host's GPUs (needs parallel.zero=3, and each data-parallel group on one host); auto: copies "
+        "where they work",
     )
-    reductions: Literal["collectives", "copies"] = Field(
-        "collectives",  # until long runs have used copies
+    reductions: Literal["auto", "collectives", "copies"] = Field(
+        "auto",
         description="how ZeRO-2 and 3 reduce gradients of matrices; collectives: NCCL, whose kernels take SMs from "
         "GEMMs; copies: copy engines of one host's GPUs (needs parallel.zero of 2 or 3, and each "
-        "data-parallel group on one host). Llama 8B with 16 layers and ZeRO-2 on four H200 has 0.972 of ZeRO-1's "
-        "speed with copies, 0.960 at best with collectives (2026-11-27); micro-batches of 2,048 tokens are slower",
+        "data-parallel group on one host); auto: copies where they work with parallel.zero=3, "
+        "parallel.reduce_dtype=float32 and micro-batches of 4,096 tokens or more per rank. Llama 8B with 16 layers and "
+        "ZeRO-2 on four H200 has 0.972 of ZeRO-1's speed with copies, 0.960 at best with collectives (2026-11-27)",
     )
     embedding: Literal["auto", "rows", "dense"] = Field(
         "auto",

@@ -15,6 +15,7 @@ from megascale.config.parts import ACTIVATIONS, ATTENTIONS, BLOCKS, LINEAR_PRECI
 from megascale.config.registry import Registry
 from megascale.core.adapters import AdapterSpec
 from megascale.core.communicator_memory import estimate_prepared_groups
+from megascale.core.copy_choice import explain_collective_reductions
 from megascale.core.flops import layer_flops
 from megascale.core.grid import Grid
 from megascale.core.inventory import count_distinct_layers, has_experts
@@ -68,6 +69,7 @@ def estimate_rank_memory(
 def _estimate(
     config: Config, grid: Grid, schedule: Schedule, stage: int, *, graphs: bool, has_gpu: bool
 ) -> MemoryEstimate:
+    has_copies = has_gpu and not explain_collective_reductions(config, grid)
     memory = estimate_stage_memory(
         config.model,
         config.parallel,
@@ -83,7 +85,7 @@ def _estimate(
         offload=config.optimizer.offload,
         adapters=AdapterSpec.from_config(config.train),
         expert_rows=config.kernels.expert_rows,
-        reduces_by_copies=config.overlap.reductions == "copies",
+        reduces_by_copies=has_copies,
         runs_eager_steps=config.parallel.zero < 2 and may_replay(config, grid),
     )
     if not has_gpu:

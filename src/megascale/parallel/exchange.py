@@ -68,6 +68,7 @@ class Exchange(PeerMemoryCalls):
             empty: no call pushes.
 
     Attributes:
+        memory_bytes: bytes of this rank's memory that peers read. torch's memory statistics do not count them.
         peer_max: computes the maximum of a number over ranks; None if the device does not support that.
         peer_sum: sums parts over ranks and awaits them; None if the device does not support that.
     """
@@ -88,6 +89,7 @@ class Exchange(PeerMemoryCalls):
     ) -> None:
         super().__init__(rank, size, streams, runtime=runtime, kind=kind, peer_memory=peer_memory)
         self.shard_bytes = shard_bytes
+        self.memory_bytes = memory[rank].nbytes
         self.on_side_stream = on_side_stream
         self.peer_max: PeerMax | None = None
         self.peer_sum: PeerSum | None = None

@@ -1,8 +1,10 @@
 """Calls whose data lies in memory of the ranks that peers read without a copy into a buffer.
 
 Memory that a rank changes rarely, such as its shard of the parameters, is gathered by `gather_from_peers`. A rank
-changes it only after `wait_for_peer_reads`, when every peer has ended its earlier calls. Gradients are reduced by
-`reduce_from_peers`. Such a call ends when the peers have read them.
+changes it only after `wait_for_peer_reads`, when every peer has ended its earlier calls. So only the first gather of a
+shard after `wait_for_peer_reads` awaits the peers, which have then written theirs. Later gathers of the shard need no
+flags: a rank that is ahead of its peers does not wait for them. Gradients are reduced by `reduce_from_peers`. Such a
+call ends when the peers have read them.
 """
 
 from __future__ import annotations
@@ -40,26 +42,36 @@ class PeerMemoryCalls(ExchangeCalls):
         # By half of the staging memory: the event on side after which the last sum has read it.
         self._staging_sum_events: list[Any] = [None, None]
         self._staged_half = 0  # half of the staging memory for the next piece
+        # (address, bytes) of each shard of this rank that was gathered since the last `wait_for_peer_reads`.
+        self._gathered_shards: set[tuple[int, int]] = set()
 
     def gather_from_peers(self, out: torch.Tensor, shards: Sequence[torch.Tensor]) -> Callable[[], None]:
         """All-gather shards[rank] of every rank, views of `peer_memory`, into out [size, *shape of a shard].
 
-        The gather overlaps with later work. Work that was submitted before may write this rank's shard, and later work
-        only after `wait_for_peer_reads`.
+        The gather overlaps with later work. Work that was submitted before the shard's first gather may write this
+        rank's shard, and later work only after `wait_for_peer_reads`.
 
         Returns:
             A function that waits for the gather.
         """
         streams = self._streams
-        number = self._begin_call(shards[self.rank].nbytes)
+        shard = shards[self.rank]
+        number = self._begin_call(shard.nbytes)
         self._copy_waits_for_main()
-        for peer in self.previous_peers:  # in the order in which peers need the shard
-            streams.signal(peer, number)
+        key = shard.data_ptr(), shard.nbytes
+        # A replay repeats the flags of its capture, so every captured gather has flags.
+        has_flags = self._is_capturing or key not in self._gathered_shards
+        if has_flags:
+            if not self._is_capturing:
+                self._gathered_shards.add(key)
+            for peer in self.previous_peers:  # in the order in which peers need the shard
+                streams.signal(peer, number)
         for peer in self.next_peers:
-            streams.wait_for(peer, number)
+            if has_flags:
+                streams.wait_for(peer, number)
             streams.copy(out[peer], shards[peer])
-        streams.copy(out[self.rank], shards[self.rank])
-        end = self._end_call()
+        streams.copy(out[self.rank], shard)
+        end = self._end_call() if has_flags else streams.record_event("copy")
         return lambda: self._await(end)
 
     def reduce_from_peers(
@@ -122,5 +134,6 @@ class PeerMemoryCalls(ExchangeCalls):
 
     def wait_for_peer_reads(self) -> None:
         """Let later work wait until every peer has ended its earlier calls and no longer reads `peer_memory`."""
+        self._gathered_shards.clear()
         self._make_empty_call()
         self._await(self._streams.record_event("copy"))

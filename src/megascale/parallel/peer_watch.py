@@ -64,15 +64,30 @@ class Member(NamedTuple):
     Attributes:
         world_rank: rank in the world, for messages.
         namespace: PID namespace, as the link /proc/self/ns/pid names it.
+        boot_id: identifies the host since its last start.
     """
 
     world_rank: int
     pid: int
     namespace: str
+    boot_id: str = ""
 
 
 def describe_process(world_rank: int) -> Member:
-    return Member(world_rank, os.getpid(), namespace=os.readlink("/proc/self/ns/pid"))
+    """Return this process as a member of the groups of its rank."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return Member(world_rank, os.getpid(), namespace=os.readlink("/proc/self/ns/pid"), boot_id=boot_id)
+
+
+def explain_separation(members: Sequence[Member]) -> str:
+    """Return why the members cannot map each other's memory: several hosts or containers; "" if they can."""
+    hosts = {member.boot_id for member in members}
+    if len(hosts) > 1:
+        return f"its ranks are on {len(hosts)} hosts"
+    namespaces = {member.namespace for member in members}
+    if len(namespaces) > 1:
+        return f"its ranks are in {len(namespaces)} PID namespaces"
+    return ""
 
 
 def make_page(size: int) -> str:

@@ -25,7 +25,7 @@ from megascale.parallel.collectives import Axis
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.exchange_buffers import count_buffer_bytes, count_lent_bytes
 from megascale.parallel.exchange_streams import list_copy_queues
-from megascale.parallel.peer_watch import Member, PeerWatch, describe_process, make_page
+from megascale.parallel.peer_watch import Member, PeerWatch, describe_process, explain_separation, make_page
 
 FLAG_BYTES = 128  # from the start of one flag to the start of the next one
 _AT_LEAST, _EQUAL = 0, 1  # CU_STREAM_WAIT_VALUE_GEQ (modulo 2**32) and CU_STREAM_WAIT_VALUE_EQ
@@ -74,6 +74,11 @@ def make_exchange(
         local_process["page"] = make_page(axis.size)
     processes = [json.loads(text) for text in _gather_text(json.dumps(local_process), axis, device)]
     members = [Member(*process["member"]) for process in processes]
+    separation = explain_separation(members)
+    if separation:
+        if axis.rank == 0:
+            Path(local_process["page"]).unlink()
+        return separation
     reason = ""
     exchange: Exchange | None = None
     try:

@@ -20,6 +20,7 @@ import torch
 
 from megascale.config import Config, resolve_precision
 from megascale.core.communicator_memory import estimate_prepared_groups
+from megascale.core.copy_choice import explain_collective_gathers, explain_collective_reductions
 from megascale.core.layout import lay_out
 from megascale.core.memory import MemoryEstimate
 from megascale.train.rank_info import has_bfloat16
@@ -59,9 +60,14 @@ def estimate_reserve(config: Config, world: int, free_bytes: int) -> ReservedByt
         free_bytes: free memory of the GPU.
     """
     layout = lay_out(config, world)
+    has_copies = not explain_collective_gathers(config, layout.grid)
+    has_copies |= not explain_collective_reductions(config, layout.grid)
     estimates = [layout.stage_memory(stage)[0] for stage in range(layout.grid.pipeline)]
     available_bytes = free_bytes - UNCACHED_BYTES - estimate_prepared_groups(config, layout.grid)
-    state = min(_count_state_bytes(config, estimate) for estimate in estimates)
+    if has_copies:
+        state = 0  # weights or gradients are in memory of the exchange
+    else:
+        state = min(_count_state_bytes(estimate) for estimate in estimates)
     if state > available_bytes:
         return ReservedBytes(0, 0)
     activations = min(_round_up(estimate.activations + estimate.logits + estimate.workspace) for estimate in estimates)
@@ -70,10 +76,8 @@ def estimate_reserve(config: Config, world: int, free_bytes: int) -> ReservedByt
     return ReservedBytes(state, activations)
 
 
-def _count_state_bytes(config: Config, estimate: MemoryEstimate) -> int:
+def _count_state_bytes(estimate: MemoryEstimate) -> int:
     """Return the bytes of a rank's state in torch's allocator."""
-    if "copies" in (config.overlap.gathers, config.overlap.reductions):
-        return 0  # weights or gradients are in memory of the exchange
     state = estimate.weights + estimate.weight_copies + estimate.gradients + estimate.optimizer
     return _round_up(int(state * _STATE_MARGIN))
 

@@ -259,6 +259,10 @@ class Engine(EngineParts):
         for exchange in self.list_exchanges():
             exchange.close(failed)
 
+    def count_exchange_bytes(self) -> int:
+        """Return the bytes of the exchanges between GPUs, which torch's memory statistics do not count."""
+        return sum(exchange.memory_bytes for exchange in self.list_exchanges())
+
     def list_exchanges(self) -> list[Exchange]:
         """Return the exchanges between GPUs that are in use."""
         axes = (self.tensor_axis, self._context_axis, self._expert_axis)

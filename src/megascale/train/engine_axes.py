@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megascale.config import Config
 from megascale.config.axes import AXES
 from megascale.config.parts import LINEAR_PRECISIONS
+from megascale.core.copy_choice import explain_collective_gathers, explain_collective_reductions
 from megascale.core.expert_ranks import gathers_expert_tokens
 from megascale.core.group_names import remove_attempt
 from megascale.core.head_exchange import HEAD_PARTS, count_head_parts, list_gather_kernels, share_heads
@@ -137,62 +138,72 @@ def choose_tensor_overlap(
 
 
 def choose_gathers(
-    axis: Axis, config: Config, buffers: Sequence[ParamAndGradBuffer], gathers_in_float8: bool, device: torch.device
+    axis: Axis, layout: Layout, buffers: Sequence[ParamAndGradBuffer], gathers_in_float8: bool, device: torch.device
 ) -> tuple[Exchange | None, dict[str, str]]:
-    """Return the exchange that gathers matrices under ZeRO-3 (overlap.gathers=copies), and its start-up line by name.
+    """Return the exchange that gathers matrices under ZeRO-3 (overlap.gathers), and its start-up line by name.
 
-    Raises ConfigError if the exchange is unavailable.
+    The exchange is None if collectives gather. Raises ConfigError if overlap.gathers=copies is unavailable.
     """
-    if config.overlap.gathers != "copies" or axis.size == 1:
+    config = layout.config
+    if config.parallel.zero != 3 or axis.size == 1 or config.overlap.gathers == "collectives":
         return None, {}
-    exchange = symmetric.make_exchange(
-        axis,
-        shard_bytes=0,
-        device=device,
-        timeout=config.rendezvous.group_timeout,
-        peer_memory_bytes=count_peer_memory_bytes(buffers, gathers_in_float8),
-    )
-    if isinstance(exchange, str):
+    exchange: Exchange | str = explain_collective_gathers(config, layout.grid)
+    if not exchange:
+        exchange = _make_peer_exchange(axis, config, device, count_peer_memory_bytes(buffers, gathers_in_float8))
+    if not isinstance(exchange, str):
+        return exchange, {"matrices gathered by": "copy engines"}
+    if config.overlap.gathers == "copies":
         raise ConfigError(
             f"overlap.gathers=copies is unavailable: {exchange}; set --overlap.gathers=collectives, or put each "
             "data-parallel group on one host whose GPUs reach each other"
         )
-    return exchange, {"matrices gathered by": "copy engines"}
+    return None, {"matrices gathered by": f"collectives (no copies: {exchange})"}
 
 
 def choose_reductions(
     axis: Axis,
-    config: Config,
+    layout: Layout,
     buffers: Sequence[ParamAndGradBuffer],
     device: torch.device,
     reduce_dtype: torch.dtype | None,
 ) -> ReductionChoice:
-    """Return how units' gradients are reduced: by copies if overlap.reductions=copies.
+    """Return how units' gradients are reduced from ZeRO-2 on (overlap.reductions).
 
-    Raises ConfigError if the exchange for the copies is unavailable.
+    Raises ConfigError if overlap.reductions=copies is unavailable.
 
     Args:
         reduce_dtype: type in which gradients are sent; None for the type of the gradients.
     """
-    if config.overlap.reductions != "copies" or axis.size == 1:
+    config = layout.config
+    if config.parallel.zero < 2 or axis.size == 1 or config.overlap.reductions == "collectives":
         return ReductionChoice(None, None, {})
     element_count = count_slot_elements(buffers)
     dtype = buffers[0].grad_dtype
     sent_dtype = reduce_dtype or dtype
-    exchange = symmetric.make_exchange(
-        axis,
-        shard_bytes=0,
-        device=device,
-        timeout=config.rendezvous.group_timeout,
-        peer_memory_bytes=element_count * sent_dtype.itemsize,
-    )
-    if isinstance(exchange, str):
+    exchange: Exchange | str = explain_collective_reductions(config, layout.grid)
+    if not exchange:
+        exchange = _make_peer_exchange(axis, config, device, element_count * sent_dtype.itemsize)
+    if not isinstance(exchange, str):
+        copy_reduction = CopyReduction(exchange, element_count, dtype, sent_dtype)
+        return ReductionChoice(copy_reduction, exchange, {"gradients of units reduced by": "copy engines"})
+    if config.overlap.reductions == "copies":
         raise ConfigError(
             f"overlap.reductions=copies is unavailable: {exchange}; set --overlap.reductions=collectives, or put each "
             "data-parallel group on one host whose GPUs reach each other"
         )
-    copy_reduction = CopyReduction(exchange, element_count, dtype, sent_dtype)
-    return ReductionChoice(copy_reduction, exchange, {"gradients of units reduced by": "copy engines"})
+    line = f"collectives (no copies: {exchange})"
+    return ReductionChoice(None, None, {"gradients of units reduced by": line})
+
+
+def _make_peer_exchange(axis: Axis, config: Config, device: torch.device, peer_memory_bytes: int) -> Exchange | str:
+    """Return an exchange without buffers whose memory peers read, or why it is unavailable. Collective."""
+    return symmetric.make_exchange(
+        axis,
+        shard_bytes=0,
+        device=device,
+        timeout=config.rendezvous.group_timeout,
+        peer_memory_bytes=peer_memory_bytes,
+    )
 
 
 def choose_context_exchange(

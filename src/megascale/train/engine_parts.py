@@ -260,11 +260,11 @@ class EngineParts:
         """Return what gathers parameters and reduces gradients. Set `gather_exchange` and `reduction_exchange`."""
         config = self.config
         self.gather_exchange, gather_line = engine_axes.choose_gathers(
-            axes.data, config, self.buffers, gathers_in_float8=gathers_in_float8, device=self.device
+            axes.data, self.layout, self.buffers, gathers_in_float8=gathers_in_float8, device=self.device
         )
         reduce_dtype = REDUCE_DTYPES.get(config.parallel.reduce_dtype)
         reduction = engine_axes.choose_reductions(
-            axes.reduce, config, self.buffers, device=self.device, reduce_dtype=reduce_dtype
+            axes.reduce, self.layout, self.buffers, device=self.device, reduce_dtype=reduce_dtype
         )
         self.reduction_exchange = reduction.exchange
         self.active |= gather_line | reduction.lines

@@ -17,9 +17,14 @@ import pytest
 from benchmarks.training import peer_shapes
 from benchmarks.training.peer_shapes import make_comparison
 from benchmarks.training.shape_file import PeerRun, load_shapes
-from benchmarks.training.shapes import list_tasks
+from benchmarks.training.shapes import list_tasks, load_configs
+from megascale.core.layout import lay_out
+from megascale.core.rank_memory import GPU_CONTEXT
 from megascale.errors import ConfigError
 from tests.forked import BENCHMARKS, Forked
+
+BENCHMARKS_FOLDER = Path(__file__).parents[3] / "benchmarks"
+GPU_BYTES = 79 << 30  # of an H100 with 80 GB
 
 DEFAULTS = """
 [defaults]
@@ -54,7 +59,7 @@ def wait_for_rows(out: Path, count: int, process: Any) -> None:
 def test_layouts_follow_each_other_in_the_same_processes(benchmarks, tmp_path):
     file = write_shapes(
         tmp_path,
-        'name = "data"\narguments = ["tiny"]',
+        'name = "data, 2 ranks"\narguments = ["tiny"]',
         'name = "tensor"\narguments = ["tiny", "--parallel.tensor=2"]',
         'name = "pipeline"\narguments = ["tiny", "--parallel.pipeline=2"]\nsteps = 3',
     )
@@ -64,10 +69,11 @@ def test_layouts_follow_each_other_in_the_same_processes(benchmarks, tmp_path):
     )
     assert result.returncode == 0, result.stderr
     rows = read_rows(tmp_path / "rows.json")
-    assert [row["shape"] for row in rows] == ["data", "tensor", "pipeline"]
+    assert [row["shape"] for row in rows] == ["data, 2 ranks", "tensor", "pipeline"]
     assert not any("failed" in row for row in rows), rows
     tables = {table.stem: table.read_text() for table in profiles.glob("*.txt")}
-    assert sorted(tables) == ["data", "pipeline", "tensor"]
+    assert sorted(tables) == ["data-2-ranks", "pipeline", "tensor"]
+    assert "Profiler clears events" not in result.stderr  # torch 2.11 warns without `acc_events`
     assert all("aten::mm" in table for table in tables.values())
     assert [row["processes"] for row in rows] == [2, 2, 2]
     assert [len(row["all_step_seconds"]) for row in rows] == [2, 2, 3]
@@ -249,11 +255,31 @@ def test_settings_are_checked_before_anything_starts(benchmarks, tmp_path):
             "attention_backend='cudnn' is unknown; use one of auto, flash, fused",
         ),
         ('name = "a"\narguments = ["tiny"]\n[[shape]]\nname = "a"\narguments = ["tiny"]', "'a' is used twice"),
+        (
+            'name = "a, b"\narguments = ["tiny"]\n[[shape]]\nname = "a b"\narguments = ["tiny"]',
+            "'a, b' and 'a b' give the same file of a profile, a-b",
+        ),
     ],
 )
 def test_errors_of_a_file_name_key_and_value(tmp_path, shape, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_shapes(write_shapes(tmp_path, shape))
+
+
+@pytest.mark.parametrize(
+    "file", sorted((BENCHMARKS_FOLDER / "training").glob("shapes_*.toml")), ids=lambda file: file.stem
+)
+def test_every_shape_of_the_repository_can_be_measured(file):
+    """All settings are valid, the layout divides, graphs are possible where requested, and the plan fits the GPUs."""
+    for shape in load_shapes(file):
+        assert re.fullmatch(r"[A-Za-z0-9-]+", shape.file_name)
+        world = {"two GPUs": 2, "one GPU": 1}.get(shape.name.rpartition(", ")[-1], 4)
+        (config,) = load_configs(list_tasks([shape], "megascale", []), world, device=None)
+        layout = lay_out(config, world)
+        for stage in range(layout.grid.pipeline):
+            memory, no_graphs = layout.stage_memory(stage)
+            assert memory.total + GPU_CONTEXT <= GPU_BYTES, shape.name
+            assert not (no_graphs and layout.config.kernels.graphs == "on"), f"{shape.name}: {no_graphs}"
 
 
 def test_each_run_of_a_peer_has_a_row(tmp_path):

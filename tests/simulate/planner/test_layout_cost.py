@@ -261,9 +261,16 @@ def test_notes():
     assert "reduces gradients 32 times" in " ".join(example("parallel.zero=2").notes())
     assert "and saves 8." in " ".join(example("parallel.zero=2").notes())
     assert "and saves 8." in " ".join(example("parallel.zero=2", "parallel.virtual_stages=1").notes())
-    assert "gathers 25 GiB of parameters per rank and step, and saves 10." in " ".join(
-        example("parallel.zero=3").notes()
+    collectives = "by collectives (its ranks are on several hosts of 8 GPUs)"
+    sharded_notes = " ".join(example("parallel.zero=3").notes())
+    assert f"gathers 25 GiB of parameters per rank and step {collectives}, and saves 10." in sharded_notes
+    one_host = make_plan(
+        load(None, ["model.preset=llama-8b", "model.vocab_size=128256", "train.micro_batch=1", "parallel.zero=3"]),
+        gpus=8,
+        device_gib=80.0,
     )
+    assert "times per step by copy engines where" in " ".join(one_host.notes())
+    assert "of parameters per rank and step by copy engines, and" in " ".join(one_host.notes())
     alone = make_plan(load(None, ["model.preset=gpt2-124m", "model.vocab_size=50304", "parallel.zero=3"]), 1, 80.0)
     assert "parallel.zero=3 shards nothing" in " ".join(alone.notes())
 

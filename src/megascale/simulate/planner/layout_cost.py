@@ -12,6 +12,7 @@ from typing import Any
 from megascale.config import Config
 from megascale.core import flops, part_inventories
 from megascale.core.adapters import AdapterSpec, count_adapter_elements
+from megascale.core.copy_choice import explain_collective_gathers, explain_collective_reductions
 from megascale.core.memory import count_offloaded_state_bytes
 from megascale.core.parameter_counts import count_stage_parameters
 from megascale.core.part_inventories import BLOCK_PARTS
@@ -171,12 +172,14 @@ class LayoutCost(LayoutFigures):
         else:
             text = f"needs {-saved_gib:.1f} GiB more, not less (few and small blocks)"
         reduction_count = self.layout.microbatches
+        reductions = _name_engine(explain_collective_reductions(self.config, self.layout.grid))
         cost = (
-            f"parallel.zero={zero} reduces gradients {reduction_count} times per step where parallel.zero=1 reduces "
-            "once, "
+            f"parallel.zero={zero} reduces gradients {reduction_count} times per step by {reductions} where "
+            "parallel.zero=1 reduces once, "
         )
         if zero == 3:
-            cost += f"gathers {self.gathered_gib:.0f} GiB of parameters per rank and step, "
+            gathers = _name_engine(explain_collective_gathers(self.config, self.layout.grid))
+            cost += f"gathers {self.gathered_gib:.0f} GiB of parameters per rank and step by {gathers}, "
         return f"{cost}and {text}"
 
     def _compute_zero_saving(self) -> int:
@@ -311,6 +314,13 @@ class LayoutCost(LayoutFigures):
 def make_plan(config: Config, gpus: int, device_gib: float) -> LayoutCost:
     """Return the plan of `config` on `gpus` devices of `device_gib` GiB. Raises FitError if sizes do not divide."""
     return LayoutCost(lay_out_priced(config, gpus, priced_axes=PLANNED_AXES), device_gib)
+
+
+def _name_engine(reason: str) -> str:
+    """Return what moves data, given why collectives do, "" if they do not."""
+    if reason:
+        return f"collectives ({reason})"
+    return "copy engines"
 
 
 def _describe_runs(counts: list[int | float]) -> str:
