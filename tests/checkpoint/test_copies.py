@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import threading
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megascale.checkpoint import TensorShard, copies, load, save
-from megascale.checkpoint.copies import FileRange, PinnedBuffer, ShardCopier
+from megascale.checkpoint import TensorShard, copies, load, loader, save
+from megascale.checkpoint.copies import FileRange, PinnedBuffer, PriorityPool, ShardCopier
 from megascale.checkpoint.format import step_folders
 from megascale.checkpoint.format.chunks import box_slices, intersect_boxes
 from megascale.checkpoint.loader import LoadReport, StorageChunks, fill_shards
@@ -228,6 +229,89 @@ def test_whole_chunks_are_sent_from_the_file(source: OpenedChunks, tmp_path: Pat
     assert first[3] == sum(tensor.nbytes for tensor in logical_state().values())
 
 
+def _exchange_beside_own_chunks(rank: int, size: int, folder: Path) -> tuple[list[bool], list[str]]:
+    """Read one tensor for the first process and all others for the second one, in the first process.
+
+    Return for each piece of the first process's tensor whether its copy began after the first exchange, and the names
+    of the tensors that this process has received.
+    """
+    copies._COPY_BYTES = 64
+    copies.count_threads = lambda cores: 2  # type: ignore[assignment]
+    own_name = "model.embedding.weight"
+    source = OpenedChunks(folder)
+    source.round_bytes = 1  # one chunk per round
+    source.holders = {file: [0] for file in source.index.files}
+    (own_row,) = [row for row in range(len(source.index)) if source.index.name(row) == own_name]
+    own_start = int(source.index.columns["data"][own_row])
+    own_stop = own_start + source.index.nbytes(own_row)
+    has_exchanged = threading.Event()
+    begun_after_exchange: list[bool] = []
+
+    class ObservedPeers(Peers):
+        def all_to_all(self, *arguments: Any) -> list[torch.Tensor]:
+            received = super().all_to_all(*arguments)
+            has_exchanged.set()
+            return received
+
+    class ObservedCopier(ShardCopier):
+        def _copy_piece(self, piece: FileRange, target: torch.Tensor) -> copies.CopiedPiece:
+            if own_start <= piece.start < own_stop:
+                begun_after_exchange.append(has_exchanged.is_set())
+                has_exchanged.wait(1)  # the first two pieces may begin before any piece that is to be sent
+            return super()._copy_piece(piece, target)
+
+    loader.ShardCopier = ObservedCopier  # type: ignore[misc]
+    expected = logical_state()
+    names = [name for name in expected if (name == own_name) == (rank == 0)]
+    tensors = blank({name: expected[name] for name in names})
+    assert fill_shards(source, full_shards(tensors), ObservedPeers()) is None
+    return begun_after_exchange, [name for name in names if torch.equal(tensors[name], expected[name])]
+
+
+def test_chunks_for_other_processes_are_exchanged_before_own_chunks_are_complete(
+    source: OpenedChunks, tmp_path: Path
+) -> None:
+    first, second = run_group(2, _exchange_beside_own_chunks, tmp_path)
+    assert any(first[0])
+    assert len(first[0]) == 28  # pieces
+    assert len(first[1]) + len(second[1]) == len(logical_state())
+
+
+def test_urgent_tasks_run_before_others() -> None:
+    pool = PriorityPool(1)
+    may_begin = threading.Event()
+    names: list[str] = []
+    tasks = [pool.submit(may_begin.wait, 30)]
+    tasks += [pool.submit(names.append, name, is_urgent=False) for name in ("own 1", "own 2")]
+    tasks += [pool.submit(names.append, name) for name in ("sent 1", "sent 2")]
+    may_begin.set()
+    for task in tasks:
+        task.result(30)
+    assert names == ["sent 1", "sent 2", "own 1", "own 2"]
+    pool.shutdown(cancel=False)
+
+
+def test_tasks_that_have_not_begun_are_cancelled() -> None:
+    pool = PriorityPool(1)
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def wait() -> bool:
+        has_begun.set()
+        return may_end.wait(30)
+
+    running = pool.submit(wait)
+    assert has_begun.wait(30)
+    waiting = [pool.submit(wait, is_urgent=is_urgent) for is_urgent in (True, False)]
+    ending = threading.Thread(target=pool.shutdown, args=(True,))
+    ending.start()
+    for task in waiting:
+        with pytest.raises(CancelledError):
+            task.result(30)
+    may_end.set()
+    ending.join(30)
+    assert running.result(30)
+
+
 @pytest.mark.parametrize("read_bytes", [40, 1 << 20])
 def test_checksums_of_parts_are_joined_and_threads_report_their_seconds(
     source: OpenedChunks, monkeypatch: pytest.MonkeyPatch, read_bytes: int
@@ -263,11 +347,13 @@ def test_copies_from_files_of_later_rounds_do_not_wait_for_those_of_earlier_ones
         assert are_all_submitted.wait(30)
         return copy_piece(copier, piece, target)
 
-    def submit(copier: ShardCopier, chunk: FileRange, target: torch.Tensor) -> list[Future[copies.CopiedPiece]]:
+    def submit(
+        copier: ShardCopier, chunk: FileRange, target: torch.Tensor, *, is_urgent: bool
+    ) -> list[Future[copies.CopiedPiece]]:
         started.append(chunk)
         if len(started) == len(source.index):
             are_all_submitted.set()
-        return copy_from_file(copier, chunk, target)
+        return copy_from_file(copier, chunk, target, is_urgent=is_urgent)
 
     monkeypatch.setattr(ShardCopier, "_copy_piece", copy_once_submitted)
     monkeypatch.setattr(ShardCopier, "copy_from_file", submit)

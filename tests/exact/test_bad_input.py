@@ -82,13 +82,27 @@ def test_rank_0_never_comes(tiny):
     assert_told(ended, 1, "rank 0 did not start", "rendezvous.timeout=5", "MASTER_ADDR=127.0.0.1")
 
 
-def test_a_rank_that_dies_while_groups_are_made(tiny):
+def test_a_rank_that_dies_while_groups_are_made(tiny, tmp_path):
+    """Rank 1 ends after rank 0 has left the default group's creation, which would report a broken connection."""
+    entered = tmp_path / "rank-0-makes-groups"
+    notes = (
+        "import pathlib, megascale.rendezvous.start_job as start\n"
+        "make_groups = start.make_groups\n"
+        "def note_and_make(*arguments, **options):\n"
+        f"    pathlib.Path({str(entered)!r}).touch()\n"
+        "    return make_groups(*arguments, **options)\n"
+        "start.make_groups = note_and_make"
+    )
     dies = (
-        "import os, megascale.rendezvous.start_job as start\n"
-        "start.make_groups = lambda *args, **options: os.kill(os.getpid(), 9)"
+        "import os, pathlib, time, megascale.rendezvous.start_job as start\n"
+        "def wait_and_die(*arguments, **options):\n"
+        f"    while not pathlib.Path({str(entered)!r}).exists():\n"
+        "        time.sleep(0.01)\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "start.make_groups = wait_and_die"
     )
     small = PAIR + ["--rendezvous.group_timeout=8"]
-    waiting, killed = run_ranks(tiny, small, [Start(0, 2), Start(1, 2, before=dies)])
+    waiting, killed = run_ranks(tiny, small, [Start(0, 2, before=notes), Start(1, 2, before=dies)])
     assert killed.code == -signal.SIGKILL
     assert_told([waiting], 1, "rank 0 could not meet rank 1 in group tensor/0", "--rendezvous.group_timeout")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -52,6 +53,29 @@ def test_a_rank_that_does_not_notice_a_failure_is_ended(tmp_path, monkeypatch, c
     assert "rank 1 was the first to end, with exit code 3" in output
     assert "error: no more" in output
     assert "rank 0 had not ended 0.3 seconds later and is ended by the launcher" in output
+
+
+class UnkillableProcess(subprocess.Popen):
+    """A process that signals do not end, as while the kernel waits for a failed device."""
+
+    def send_signal(self, sig):
+        pass
+
+
+def test_a_process_that_survives_sigkill_is_named_and_left(monkeypatch, capfd):
+    monkeypatch.setattr(launch, "KILL_SECONDS", 0.2)
+    wait = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"]
+    stuck, deaf = UnkillableProcess(wait), subprocess.Popen(wait)
+    try:
+        launch.end_processes([stuck, deaf], 0.1)
+        assert deaf.returncode is not None
+        assert stuck.poll() is None
+    finally:
+        os.kill(stuck.pid, signal.SIGKILL)
+        deaf.kill()
+        stuck.wait()
+        deaf.wait()
+    assert f"process {stuck.pid} has not ended 0.2 s after SIGKILL" in capfd.readouterr().err
 
 
 def test_the_rank_that_knows_why_is_heard_though_it_ends_last(tmp_path, monkeypatch, capfd):

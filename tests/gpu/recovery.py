@@ -54,6 +54,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 from itertools import pairwise
@@ -67,6 +68,7 @@ from megascale.core.layout import lay_out
 from megascale.core.preflight import checkpoint_bytes
 from megascale.core.recovery_record import PHASES, RecoveryRecord, format_numbers
 from megascale.core.status import read_status
+from megascale.errors import FitError
 from megascale.resilience.driver.start_driver import prepare
 from tests.chaos.local.fault_cases import CASES
 
@@ -282,8 +284,14 @@ def run(
 ) -> None:
     """Start the job and kill one after the other; `record` is written after each."""
     file = make(folder)
-    layers = inputs.layers or fitting(file, settings)
-    config, size = prepare(load_command_line(str(file), settings + [f"--model.layers={layers}"]))
+    kinds = [kind for kind, _ in missing]
+    try:
+        layers = inputs.layers or fitting(file, settings)
+        config, size = prepare(load_command_line(str(file), settings + [f"--model.layers={layers}"]))
+    except FitError as error:
+        sys.exit(explain_misfit(error, kinds))
+    if "lost-node" in kinds and not config.resilience.spares:
+        sys.exit("--kind lost-node needs a spare node: set --resilience.spares=1, or use --kind node")
     estimate = estimate_first_kill(checkpoint_bytes(config) / size.world, missing[0][0], inputs.steps, record["starts"])
     print(f"estimate until the end of the first recovery: {describe_parts(estimate)}", flush=True)
     if inputs.seconds < sum(estimate.values()):
@@ -366,6 +374,14 @@ def run(
             finish(job)
             if inputs.logs:
                 collect_logs(job, inputs.logs)
+
+
+def explain_misfit(error: FitError, kinds: Sequence[str]) -> str:
+    """Return why no job of these kinds of kill can start, as a line with the alternative."""
+    text = " ".join(str(error).split())
+    if "lost-node" in kinds:
+        text += "; --kind node needs no spare and no GPUs for it (omit --resilience.spares)"
+    return text
 
 
 def estimate_first_kill(state_bytes: float, kind: str, steps: int, starts: list[float]) -> dict[str, float]:
@@ -517,6 +533,7 @@ def kill(job: Launched, kind: str, deadline: float, kills: list[float], *, steps
     ranks = sorted(int(path.stem.partition("-")[2]) for path in (job.run / "status").glob("rank-*.calls"))
     node = next(e for e in reversed(events) if e.kind == "attempt_started").nodes[-1]
     step_seconds = list_step_seconds(job)
+    complete_step = read_steps(job)[-1]["step"]
     first_steps = job.read_first_steps()
     with Steps(job) as watched_steps, Stacks(job.run) as stacks:
         injected = time.time()
@@ -552,6 +569,8 @@ def kill(job: Launched, kind: str, deadline: float, kills: list[float], *, steps
     row["first_steps"] = await_first_steps(job, first_steps, deadline)
     resumed = next((e for e in reversed(job.trainer_events()) if e["event"] == "resumed"), {})
     row |= {key: resumed.get(key) for key in ("loaded_from", "load_seconds", "read_bytes", "sent_bytes")}
+    if "lost" in row:
+        row["lost"] = count_lost_steps(row["lost"], complete_step, resumed.get("step"))
     row["stacks"] = stacks.since(injected)
     row["events"] = [f"{e.time - injected:.2f} s {e.kind}: {'; '.join(e.evidence)[:200]}" for e in fresh]
     if repeated is None:
@@ -579,9 +598,27 @@ def list_step_seconds(job: Launched) -> list[float]:
 
     The first steps also wait until memory for snapshots is cleared, mapped and page-locked.
     """
-    records = [json.loads(line) for line in (job.run / "metrics.jsonl").read_text().splitlines()]
-    times = [record["time"] for record in records if "loss" in record][-MEASURED_STEPS - 1 :]
+    times = [record["time"] for record in read_steps(job)][-MEASURED_STEPS - 1 :]
     return [end - start for start, end in pairwise(times)]
+
+
+def read_steps(job: Launched) -> list[dict[str, Any]]:
+    """Return the records of the steps whose results rank 0 has read."""
+    records = [json.loads(line) for line in (job.run / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if "loss" in record]
+
+
+def count_lost_steps(reported: int, complete_step: int, resumed_step: int | None) -> int:
+    """Return the number of repeated steps.
+
+    Args:
+        reported: number by the driver, whose newest heartbeat before the kill may be up to a second old.
+        complete_step: last step whose results rank 0 had read at the kill.
+        resumed_step: step of the loaded state; None if it is unknown.
+    """
+    if resumed_step is None:
+        return reported
+    return max(reported, complete_step - resumed_step)
 
 
 def make_waterfall(injected: float, verdict: Any, recovered: Any) -> dict[str, Any]:
@@ -699,10 +736,9 @@ def make(folder: Path) -> Path:
 
 
 def fitting(file: Path, settings: list[str]) -> int:
-    """Half of the model's layers, or the most below that GPUs and memory hold; SystemExit if none do."""
+    """Half of the model's layers, or the most below that GPUs and memory hold; FitError if none do."""
     from megascale.core.capacity import Capacity
     from megascale.core.preflight import HostShare, check_host
-    from megascale.errors import FitError
 
     local = Capacity.measure(gpus=True)
     less = replace(
@@ -721,7 +757,7 @@ def fitting(file: Path, settings: list[str]) -> int:
             return layers
         except FitError as error:
             why = str(error)
-    sys.exit(f"not one layer fits: {why}")
+    raise FitError(f"not one layer fits: {why}")
 
 
 def summarise_kill(row: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from benchmarks.harness import launched
 from megascale.core.capacity import Capacity
+from megascale.errors import FitError
 from megascale.resilience.driver import start_driver
 from tests.forked import NEW_SERVICES, PACED, Forked
 from tests.gpu import recovery
@@ -69,6 +71,13 @@ def test_a_rank_and_a_node_are_killed_and_timed_by_phase_and_what_is_there_is_ke
         recovery.main(arguments + ["--train.micro_batch=4"])
 
 
+@pytest.mark.parametrize(
+    ("reported", "complete_step", "resumed_step", "lost"), [(0, 8, 7, 1), (1, 7, 7, 1), (0, 7, 8, 0), (2, 9, None, 2)]
+)
+def test_lost_steps_count_from_the_newest_complete_step(reported, complete_step, resumed_step, lost):
+    assert recovery.count_lost_steps(reported, complete_step, resumed_step) == lost
+
+
 def test_the_first_kill_needs_30_seconds_and_later_ones_go_by_those_measured():
     assert recovery.find_time_obstacle(33.0, []) == ""
     assert recovery.find_time_obstacle(8.0, [5.0, 6.0]) == ""
@@ -101,8 +110,29 @@ def test_as_many_layers_as_the_machine_holds(tmp_path, monkeypatch):
     assert layers(1000, 139) == 20
     assert layers(256, 139) < layers(256, 139, "--checkpoint.slots=1") < 20
     assert layers(1000, 70) < 20
-    with pytest.raises(SystemExit, match="not one layer fits"):
+    with pytest.raises(FitError, match="not one layer fits"):
         layers(8, 139)
+
+
+@pytest.mark.parametrize("layers", [[], ["--layers=14"]])
+@pytest.mark.parametrize(
+    ("spares", "message"),
+    [
+        (["--resilience.spares=1"], "3 nodes and spares share 2 GPUs.*; --kind node needs no spare"),
+        ([], "--kind lost-node needs a spare node: set --resilience.spares=1"),
+    ],
+)
+def test_a_lost_node_without_gpus_for_its_spare_is_refused_in_a_line(
+    tmp_path, monkeypatch, layers: list[str], spares: list[str], message: str
+):
+    capacity = Capacity(memory=1000 << 30, memory_from="MemAvailable", cores=32, gpu_memory=139 << 30)
+    monkeypatch.setattr(Capacity, "measure", lambda **_: capacity)
+    monkeypatch.setattr(start_driver, "count_gpus", lambda: 2)
+    arguments = ["--kind=lost-node", "--kills=1", f"--out={tmp_path / 'recovery.json'}"]
+    with pytest.raises(SystemExit) as end:
+        recovery.main(arguments + layers + spares)
+    assert re.search(message, str(end.value))
+    assert "\n" not in str(end.value)
 
 
 def test_jobs_of_one_call_have_gpus_settings_and_files_of_their_own(monkeypatch, tmp_path):

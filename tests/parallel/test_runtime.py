@@ -20,6 +20,7 @@ from megascale.ops import dispatch
 from megascale.ops.attention import attention
 from megascale.ops.norm import rms_norm
 from megascale.train.engine import Engine
+from megascale.train.parking import LeaveAttempt
 from tests.exact.cases import case
 from tests.exact.training import Late, RankReport, make_engine, run_step
 
@@ -32,6 +33,22 @@ class Log(NullCallLog):
 
     def set_action(self, action: bytes, chunk: int = -1, microbatch: int = -1, index: int = -1) -> None:
         self.places.append(action)
+
+
+def test_a_step_ends_before_its_next_action_once_its_rank_must_leave():
+    """The host could otherwise submit the rest of the step to a GPU for whose results no rank waits."""
+    engine = make_engine(0, 1, case(microbatches=4).tree)
+    log = Log()
+    engine.runtime.calls = log
+
+    def check_orders() -> None:
+        if len(log.places) == 3:
+            raise LeaveAttempt("the agent ordered this rank to leave the attempt")
+
+    engine.runtime.check_orders = check_orders
+    with pytest.raises(LeaveAttempt):
+        run_step(engine, 1, RankReport())
+    assert len(log.places) == 3
 
 
 def test_engines_of_one_process_share_nothing():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
 
 import pytest
@@ -50,3 +52,16 @@ def test_an_error_is_named():
     abort.start([("data", Group(barrier))])
     with pytest.raises(TrainingError, match="data: BrokenBarrierError"):
         abort.finish(30)
+
+
+def test_the_log_names_the_abort_that_took_longest(caplog: pytest.LogCaptureFixture):
+    """It waits for the work that the host has queued, which a rank's log should show."""
+    fast, slow = Group(threading.Barrier(1)), Group(threading.Barrier(2))
+    abort = GroupAbort()
+    with caplog.at_level(logging.INFO, logger="megascale.train"):
+        abort.start([("fast", fast), ("slow", slow)])
+        abort._threads["fast"].join(30)
+        slow.barrier.wait(30)
+        abort.finish(30)
+    (record,) = caplog.records
+    assert re.fullmatch(r"communicators were aborted within \d+\.\d\d s \(the last: slow\)", record.getMessage())

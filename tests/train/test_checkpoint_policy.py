@@ -69,9 +69,11 @@ def make(folder: Path, loaded_from: str = "nothing", **settings: Any) -> tuple[C
 
 @pytest.mark.parametrize(
     ("source", "expected"),
-    [("nothing", False), ("storage", False), ("memory", True), ("a peer's memory", True)],
+    [("nothing", True), ("storage", False), ("memory", True), ("a peer's memory", True)],
 )
-def test_a_state_from_memory_must_be_saved_even_if_no_step_follows(tmp_path: Path, source: str, expected: bool) -> None:
+def test_a_state_that_storage_lacks_must_be_saved_even_if_no_step_follows(
+    tmp_path: Path, source: str, expected: bool
+) -> None:
     policy, _, _ = make(tmp_path, source)
     policy.begin(4)
     assert policy.is_due_at_end(4) == expected
@@ -87,6 +89,7 @@ def test_a_start_at_step_0_saves_that_state_if_it_ends_there(tmp_path: Path) -> 
 def test_what_was_saved_is_not_due_again(tmp_path: Path) -> None:
     policy, saves, reporter = make(tmp_path)
     policy.begin(0)
+    assert policy.is_due_at_end(0)
     policy.save(3, {}, persist=True, wait=False)
     assert [policy.is_due_at_end(step) for step in (3, 4)] == [False, True]
     policy.save(5, {}, persist=False, wait=False)  # in memory only
@@ -95,9 +98,15 @@ def test_what_was_saved_is_not_due_again(tmp_path: Path) -> None:
     policy.save(6, {}, persist=True, wait=True)
     assert policy.is_due_at_end(6)
     policy.save(7, {}, persist=False, wait=False)
-    assert saves.saved == [(3, True, False), (5, False, False), (6, True, True), (7, False, False)]
-    message = "the save before it is still being written"
-    assert reporter.events == [("checkpoint_skipped", {"step": 6, "message": message})]
+    policy.save(8, {}, persist=True, wait=False)
+    assert [step for step, _, _ in saves.saved] == [3, 5, 6, 7, 8]
+    assert reporter.events == [
+        (
+            "checkpoint_skipped",
+            {"step": 6, "message": "a process cannot use its staging memory; the log of its rank has the cause"},
+        ),
+        ("checkpoint_skipped", {"step": 8, "message": "the save before it is still being written"}),
+    ]
 
 
 def test_a_rank_that_leaves_after_a_step_copies_it_if_the_save_was_skipped(tmp_path: Path) -> None:
@@ -162,6 +171,7 @@ def test_a_run_must_not_end_as_if_its_last_state_were_saved(tmp_path: Path, at_e
     save(tmp_path, 2, full_shards(logical_state()), {}, keep=1)
     policy, saves, _ = make(tmp_path, at_end=at_end)
     assert policy.latest() == 2
+    policy.save(4, {}, persist=True, wait=True)
     saves.outcomes = [SaveOutcome(3, reason="lost"), SaveOutcome(4, True)]
     policy.finish(4)
     assert saves.run_ended == at_end
@@ -174,3 +184,28 @@ def test_a_run_must_not_end_as_if_its_last_state_were_saved(tmp_path: Path, at_e
     with pytest.raises(TrainingError) as error:
         policy.finish(4)
     assert find_exit_record(error.value) == ExitRecord(ExitKind.DISK_FULL, subject="/a")
+
+
+def test_a_last_save_whose_failure_was_reported_before_the_end_is_no_success(tmp_path: Path) -> None:
+    policy, saves, reporter = make(tmp_path)
+    saves.outcomes = [SaveOutcome(4, reason="no answer")]
+    policy.save(4, {}, persist=True, wait=True)  # reports the failure
+    with pytest.raises(TrainingError, match="the checkpoint of the last step, 4, failed: no answer"):
+        policy.finish(4)
+    assert len(reporter.lines) == 1
+    # A later save of the same step succeeded. Only the first process knows of the commit.
+    for committed in (True, False):
+        saves.outcomes = [SaveOutcome(4, reason="no answer")]
+        policy.poll()
+        saves.outcomes = [SaveOutcome(4, committed)]
+        policy.finish(4)
+
+
+def test_a_last_save_that_did_not_begin_is_no_success(tmp_path: Path) -> None:
+    policy, saves, _ = make(tmp_path)
+    policy.begin(0)
+    saves.has_begun = False
+    policy.save(4, {}, persist=True, wait=True)
+    with pytest.raises(TrainingError, match="step, 4, failed: its save did not begin; no checkpoint had been saved"):
+        policy.finish(4)
+    make(tmp_path, at_end=False)[0].finish(4)

@@ -102,6 +102,16 @@ def test_a_last_save_in_the_background_that_fails_is_no_success(tiny, tmp_path):
     assert failed["step"] == 4
 
 
+def test_a_run_without_steps_saves_its_initial_weights(tiny, tmp_path):
+    options = ["--checkpoint.interval=3"]
+    assert train(load_config(tiny, [*options, "--train.steps=0"])).finished
+    run = tmp_path / "runs" / "tiny"
+    assert checkpoint.steps(run / "checkpoints") == [0]
+    assert train(load_config(tiny, [*options, "--train.steps=4"])).step == 4
+    train(load_config(tiny, [*options, "--train.steps=4", "--train.name=direct"]))
+    assert losses(run) == losses(tmp_path / "runs" / "direct")
+
+
 def test_the_service_of_a_finished_run_ends_and_leaves_nothing(tiny, tmp_path):
     from megascale.checkpoint.background import service_protocol
 

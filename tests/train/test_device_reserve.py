@@ -10,7 +10,7 @@ import torch
 from megascale import config
 from megascale.core.communicator_memory import estimate_prepared_groups
 from megascale.core.layout import lay_out
-from megascale.train import device_reserve
+from megascale.train import device_reserve, rank_info
 from megascale.train.device_reserve import UNCACHED_BYTES, DeviceReserve, ReservedBytes, estimate_reserve
 from megascale.train.engine import Engine
 
@@ -134,5 +134,72 @@ def test_a_rank_with_graphs_requests_memory_for_eager_steps(spare_bytes, is_requ
     free_bytes = UNCACHED_BYTES + activations + spare_bytes
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, PLENTY))
     monkeypatch.setattr(torch, "empty", lambda size, **_: requests.append(size))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     assert device_reserve.cache_activations(resolved, 4, torch.device("cuda", 0)) == is_requested
     assert requests == [activations] * is_requested
+
+
+def test_a_new_engine_requests_memory_for_its_first_step(monkeypatch) -> None:
+    resolved = resolve([], world=4)
+    activations = estimate_reserve(resolved, 4, PLENTY).activations
+    requests: list[int] = []
+    resets: list[torch.device] = []
+    monkeypatch.setattr(rank_info, "_earlier_peaks", {})
+    monkeypatch.setattr(device_reserve, "_divides_blocks", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (PLENTY, PLENTY))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
+    monkeypatch.setattr(torch, "empty", lambda size, **_: requests.append(size))
+    device = torch.device("cuda", 0)
+    assert device_reserve.cache_first_step(resolved, 4, device)
+    assert requests[0] == activations
+    assert requests[1:] == [device_reserve._SMALL_TENSOR_BYTES] * device_reserve._SMALL_TENSORS
+    assert resets == [device, device]  # neither request counts as a peak of training
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (activations, PLENTY))
+    assert not device_reserve.cache_first_step(resolved, 4, device)
+    assert not device_reserve.cache_first_step(resolved, 4, torch.device("cpu"))
+    assert len(resets) == 2
+
+
+class CountedMemory:
+    """Counts of an allocator, as those of torch.cuda."""
+
+    def __init__(self) -> None:
+        self.allocated = 0
+        self.peak = 0
+
+    def allocate(self, size: int, **_: object) -> None:
+        """Allocate memory and free it again."""
+        self.peak = max(self.peak, self.allocated + size)
+
+    def reset_peak(self, device: torch.device) -> None:
+        self.peak = self.allocated
+
+
+def test_memory_that_is_cached_for_the_next_attempt_is_no_peak_of_the_run(monkeypatch) -> None:
+    device = torch.device("cuda", 0)
+    counts = CountedMemory()
+    monkeypatch.setattr(rank_info, "_earlier_peaks", {})
+    monkeypatch.setattr(device_reserve, "_divides_blocks", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (PLENTY, PLENTY))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: counts.peak)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", counts.reset_peak)
+    monkeypatch.setattr(torch, "empty", counts.allocate)
+    counts.allocated = counts.peak = 1 << 20
+    counts.allocate(1 << 20)  # of a step
+    assert rank_info.memory_gib(device) == 2 / 1024
+    for _ in range(2):
+        assert device_reserve.cache_activations(resolve([], 4), 4, device)
+        assert rank_info.memory_gib(device) == 2 / 1024
+    counts.allocate(3 << 30)  # of a later step
+    assert rank_info.memory_gib(device) == pytest.approx(3, abs=1e-3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_memory_that_is_cached_on_a_gpu_is_no_peak_of_the_run() -> None:
+    device = torch.device("cuda", 0)
+    peak = rank_info.memory_gib(device)
+    assert device_reserve.cache_activations(resolve([], 1), 1, device)
+    assert torch.cuda.memory_reserved(device) > 0
+    assert rank_info.memory_gib(device) == peak

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from megascale import checkpoint
 from megascale.api import evaluate, export_model, generate, load_config, train
 from megascale.checkpoint import setting_changes
+from megascale.checkpoint.background import service_protocol
 from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.step_folders import COMMIT
 from megascale.config import CHANGEABLE_KEYS, Config, from_tree
@@ -293,6 +295,20 @@ def test_memory_is_judged_as_storage_is(tiny, tmp_path) -> None:
     result = [(r["event"], r.get("step", 0)) for r in lines(run / "events.jsonl")]
     starts = [(event, step) for event, step in result if event in ("run_started", "resumed")]
     assert starts == [("run_started", 0), ("resumed", 2), ("run_started", 0), ("run_started", 0)]
+
+
+def test_a_refused_start_leaves_no_checkpoint_service(tiny, tmp_path) -> None:
+    """A refused start in which a service has a snapshot leaves it; see the test above."""
+    train(load_config(tiny, ["--train.steps=2"]))
+    folder = service_protocol.private_folder(tmp_path / "runs" / "tiny")
+    folder.rmdir()
+    options = ["--checkpoint.background=true", "--checkpoint.linger=1000", "--model.tied_embeddings=false"]
+    with pytest.raises(DataError, match="is of another model"):
+        train(load_config(tiny, options))
+    deadline = time.monotonic() + 60
+    while folder.exists():  # the service's own while it lives
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_history_without_checkpoints_is_not_erased(resume) -> None:

@@ -74,11 +74,13 @@ def test_an_evaluation_that_a_lost_peer_ends_is_repeated(tiny, tmp_path, trainer
         patch.setattr(loop.Trainer, "_evaluate", lambda *_, **__: None)
         train(load_config(tiny, [*settings, "--train.stop_after=2", "--train.name=again"]))
     start_times: list[float | None] = []
+    is_ready: list[bool] = []
     phases: list[str] = []
     evaluate = evaluation_policy.evaluate_file
 
     def evaluate_and_note(*arguments: Any, **options: Any) -> Any:
         start_times.append(trainers[-1].first_steps.start_time)
+        is_ready.append(trainers[-1].status.start.state_ns > 0)
         status = read_status(tmp_path / "runs" / "again" / "status" / "rank-0.status")
         assert status is not None
         phases.append(status.phase)
@@ -87,6 +89,8 @@ def test_an_evaluation_that_a_lost_peer_ends_is_repeated(tiny, tmp_path, trainer
     monkeypatch.setattr(evaluation_policy, "evaluate_file", evaluate_and_note)
     train(load_config(tiny, [*settings, "--train.name=again"]))
     assert start_times[0] is None  # the log's time of the first step does not contain the repeated evaluation
+    # The record of a recovery counts the repeated evaluation in the phase before the first step.
+    assert (is_ready[0], set(is_ready[1:])) == (False, {True})
     # The driver concludes from "evaluate" that the start has completed a step.
     assert (phases[0], set(phases[1:])) == ("load", {"evaluate"})
     metrics = tmp_path / "runs" / "again" / "metrics.jsonl"

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from megascale.checkpoint.checkpointer import (
         Checkpointer,
         StoredState,
+        end_unused_service,
         find_stored_state,
         has_saved_state,
         start_service,
@@ -29,6 +30,7 @@ __all__ = [
     "StoredState",
     "Summary",
     "TensorShard",
+    "end_unused_service",
     "find_stored_state",
     "has_saved_state",
     "inspect",
@@ -48,6 +50,7 @@ _MODULES = {
     "TensorShard": "format.chunks",
     "Summary": "format.verify",
     "StoredState": "checkpointer",
+    "end_unused_service": "checkpointer",
     "find_stored_state": "checkpointer",
     "has_saved_state": "checkpointer",
     "inspect": "format.verify",

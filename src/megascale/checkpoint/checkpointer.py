@@ -248,13 +248,31 @@ class Checkpointer:
                 self._last_sequence = plan.last_sequence
                 begin = partial(self._begin_staging, save)
                 with _short_thread_turns():
-                    result = load_live(plan, live, connection, shards, self.peers, report, accept=accept, begin=begin)
+                    result = load_live(
+                        plan,
+                        live,
+                        connection,
+                        shards,
+                        self.peers,
+                        report,
+                        accept=accept,
+                        begin=begin,
+                        slots=self._reused_slots,
+                    )
             elif save is None or save.sequence < sequence or step not in (None, save.step):
                 return None
             else:
-                result = load_memory_save(
-                    connection, save, shards, self.peers, report, accept=accept, covers_model=covers_model
-                )
+                with _short_thread_turns():
+                    result = load_memory_save(
+                        connection,
+                        save,
+                        shards,
+                        self.peers,
+                        report,
+                        accept=accept,
+                        covers_model=covers_model,
+                        slots=self._reused_slots,
+                    )
         finally:
             if connection is not None:
                 connection.close()
@@ -529,6 +547,12 @@ def start_service(config: CheckpointConfig, run: Path) -> None:
     log_file = run / "logs" / "checkpoint-service.log"
     with contextlib.suppress(TrainingError):  # `Checkpointer.prepare` reports the error
         service.start_checkpoint_service(service_protocol.private_folder(run), config.linger, log_file)
+
+
+def end_unused_service(config: CheckpointConfig, run: Path) -> None:
+    """Let this host's checkpoint service end if it has no snapshot, because the start was refused."""
+    if config.background:
+        service.end_unused_service(service_protocol.private_folder(run))
 
 
 def _connect_service(config: CheckpointConfig, run: Path) -> Conversation | None:

@@ -7,6 +7,7 @@ new memory at 2 GB/s.
 A snapshot that is mapped into a new process costs the mapping of its pages, 15 GB/s for eight threads (dev/log.md,
 page-locking). `ShardCopier.copy_from_file` maps none: each thread reads a piece of the file into its page-locked
 memory. It reads a small part, starts the device's copy of it, and computes its checksum while it is in the cache.
+If this process has the file's bytes in page-locked memory, the device copies them from there, and nothing is read.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -47,11 +49,20 @@ class FileRange(NamedTuple):
         descriptor: file descriptor, which stays open until the bytes have been read.
         start: offset of the first byte.
         size: number of bytes.
+        memory: the same bytes ([size] uint8) in memory of this process from which its device can copy, or None.
     """
 
     descriptor: int
     start: int
     size: int
+    memory: np.ndarray | None = None
+
+    def cut(self, start: int, stop: int) -> FileRange:
+        """Return the range of the bytes from `start` up to `stop` of this range."""
+        memory = self.memory
+        if memory is not None:
+            memory = memory[start:stop]
+        return FileRange(self.descriptor, self.start + start, stop - start, memory)
 
     def read_into(self, memory: np.ndarray) -> None:
         """Read the bytes into `memory` ([size] uint8). Raises OSError if the file has fewer bytes."""
@@ -75,6 +86,62 @@ class CopiedPiece(NamedTuple):
     crc: int
     size: int
     problem: str = ""
+
+
+class _Task(NamedTuple):
+    """Call of a function in a thread of a pool, with the future of its result."""
+
+    future: Future[Any]
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+class PriorityPool:
+    """Threads that run urgent tasks before other tasks, and each of the two kinds in the order of submission.
+
+    Args:
+        threads: number of threads.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads)
+        self._urgent_tasks: deque[_Task] = deque()
+        self._other_tasks: deque[_Task] = deque()
+        self._lock = threading.Lock()
+
+    def submit(self, function: Callable[..., Any], *arguments: Any, is_urgent: bool = True) -> Future[Any]:
+        """Start a call of `function` in one of the threads, and return its future."""
+        task = _Task(Future(), function, arguments)
+        tasks = self._urgent_tasks if is_urgent else self._other_tasks
+        with self._lock:
+            tasks.append(task)
+        self._pool.submit(self._run_next)
+        return task.future
+
+    def shutdown(self, cancel: bool) -> None:
+        """Wait for the tasks under way, and for all others too unless `cancel` is set."""
+        if cancel:
+            with self._lock:
+                cancelled = [*self._urgent_tasks, *self._other_tasks]
+                self._urgent_tasks.clear()
+                self._other_tasks.clear()
+            for task in cancelled:
+                task.future.cancel()
+        self._pool.shutdown()
+
+    def _run_next(self) -> None:
+        """Run the next task. Each task has one call of this method."""
+        with self._lock:
+            tasks = self._urgent_tasks or self._other_tasks
+            if not tasks:  # they were cancelled
+                return
+            task = tasks.popleft()
+        try:
+            result = task.function(*task.arguments)
+        except BaseException as error:
+            task.future.set_exception(error)
+        else:
+            task.future.set_result(result)
 
 
 class PinnedBuffer:
@@ -137,7 +204,7 @@ class ShardCopier:
         self.threads = count_threads(usable_cores())
         self.thread_seconds: dict[str, float] = {}
         self._measure_lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(self.threads)
+        self._pool = PriorityPool(self.threads)
         self._thread_state = threading.local()
         self._previous_round: list[Future[Any]] = []
         self._current_round: list[Future[Any]] = []
@@ -154,7 +221,7 @@ class ShardCopier:
         # After an error, which may be an order to leave, the copies that have not begun are superfluous.
         if exception_type is None:
             self._submit_device_pairs()
-        self._pool.shutdown(cancel_futures=exception_type is not None)
+        self._pool.shutdown(cancel=exception_type is not None)
         if exception_type is None:
             for copy in self._previous_round + self._current_round:
                 copy.result()  # raises the error of a failed copy
@@ -180,7 +247,9 @@ class ShardCopier:
             copy = self._submit(target[box_slices(shard.box, copied_box)], tensor[box_slices(box, copied_box)])
             self._current_round.append(copy)
 
-    def copy_from_file(self, source: FileRange, target: torch.Tensor) -> list[Future[CopiedPiece]]:
+    def copy_from_file(
+        self, source: FileRange, target: torch.Tensor, *, is_urgent: bool = True
+    ) -> list[Future[CopiedPiece]]:
         """Start to copy bytes of a file into the memory of a contiguous tensor, and return the copies in file order.
 
         The copies belong to no round, since no memory must be kept for them. Two rounds of 64 MB have work for eight
@@ -188,14 +257,15 @@ class ShardCopier:
 
         Args:
             target: tensor with `source.size` bytes.
+            is_urgent: whether to copy the bytes before those of copies that are not urgent.
         """
         with torch.no_grad():
             target_bytes = target.detach().view(-1).view(torch.uint8)
         copies = []
         for start in range(0, source.size, _COPY_BYTES):
-            size = min(_COPY_BYTES, source.size - start)
-            piece = FileRange(source.descriptor, source.start + start, size)
-            copies.append(self._pool.submit(self._copy_piece, piece, target_bytes[start : start + size]))
+            stop = min(start + _COPY_BYTES, source.size)
+            piece = source.cut(start, stop)
+            copies.append(self._pool.submit(self._copy_piece, piece, target_bytes[start:stop], is_urgent=is_urgent))
         return copies
 
     def wait_for_previous_round(self) -> None:
@@ -288,7 +358,9 @@ class ShardCopier:
     def _copy_piece(self, source: FileRange, target: torch.Tensor) -> CopiedPiece:
         stopwatch = Stopwatch()
         try:
-            if target.is_cuda:
+            if source.memory is not None:
+                crc = self._copy_memory(source.memory, target, stopwatch)
+            elif target.is_cuda:
                 crc = self._copy_to_device(source, target, stopwatch)
             else:
                 crc = self._read_parts(source, target, None, stopwatch)
@@ -296,6 +368,23 @@ class ShardCopier:
             return CopiedPiece(0, source.size, str(error))
         self._add_seconds(stopwatch.timings)
         return CopiedPiece(crc, source.size)
+
+    def _copy_memory(self, memory: np.ndarray, target: torch.Tensor, stopwatch: Stopwatch) -> int:
+        """Copy bytes of this process's memory, and return their CRC-32, which a device's copy does not delay."""
+        stream: torch.cuda.Stream | None = None
+        if target.is_cuda:
+            stream = self._device_stream(target.device)
+            with torch.no_grad(), torch.cuda.stream(stream):
+                target.copy_(torch.from_numpy(memory), non_blocking=True)
+        else:
+            np.copyto(target.numpy(), memory)
+        stopwatch.end_phase("launch")
+        crc = crc32(memory)
+        stopwatch.end_phase("checksum")
+        if stream is not None:
+            stream.synchronize()
+            stopwatch.end_phase("wait")
+        return crc
 
     def _copy_to_device(self, source: FileRange, target: torch.Tensor, stopwatch: Stopwatch) -> int:
         """Copy a piece through this thread's page-locked memory, and return the CRC-32. Raises OSError as `source`."""
@@ -325,7 +414,7 @@ class ShardCopier:
         crc = 0
         for start in range(0, source.size, _READ_BYTES):
             stop = min(start + _READ_BYTES, source.size)
-            FileRange(source.descriptor, source.start + start, stop - start).read_into(memory[start:stop])
+            source.cut(start, stop).read_into(memory[start:stop])
             stopwatch.end_phase("read")
             if target is not None:
                 target[start:stop].copy_(staged[start:stop], non_blocking=True)  # waits if not page-locked

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ from megascale.checkpoint.object_collectives import Peers, decode_value, encode_
 from megascale.checkpoint.saver import cut_chunks, get_dtype_name
 from megascale.core.tensors import Box
 from megascale.services.conversation import Conversation
+
+if TYPE_CHECKING:
+    from megascale.checkpoint.background.staging import StagingSlot
 
 # Bytes that a process sends per round if they are on a GPU, where a round waits for the device once.
 _DEVICE_ROUND_BYTES = 256 << 20
@@ -233,6 +236,7 @@ def load_live(
     *,
     accept: AcceptState | None = None,
     begin: Callable[[], None] = lambda: None,
+    slots: Sequence[StagingSlot] = (),
 ) -> dict[str, Any] | str:
     """Fill shards from the memory of running processes and, if the plan needs it, from a save. Collective.
 
@@ -242,6 +246,7 @@ def load_live(
         shards: shards to fill; none on a process whose shards have the state already.
         accept: see `loader.AcceptState`.
         begin: called before the exchange if the load needs no save, which might be damaged.
+        slots: as for `load_memory_save`.
 
     Returns:
         The state besides tensors, or a description of damage to the save, the same on all processes.
@@ -258,7 +263,7 @@ def load_live(
         begin()
         _fill_from_processes(plan, shards, peers, report)
         return state
-    snapshots = MemorySnapshots(service, plan.save.generation)
+    snapshots = MemorySnapshots(service, plan.save.generation, slots)
     described = describe_memory_save(snapshots, plan.save, peers)
     if isinstance(described, str):
         return described
@@ -269,7 +274,8 @@ def load_live(
         accept(state, name)
     _fill_from_processes(plan, shards, peers, report)
     remaining = _select_rows(described.index, _find_missing_rows(described.index, plan.index))
-    source = MemoryChunks(name, remaining, state, plan.save, snapshots)
+    is_on_device = peers.exchange_device.type == "cuda"
+    source = MemoryChunks(name, remaining, state, plan.save, snapshots, is_on_device=is_on_device)
     # An incomplete save lacks tensors that running ranks have kept whole.
     saved_shards = [shard for shard in shards if shard.name in remaining.tensors]
     return fill_shards(source, saved_shards, peers, report) or state

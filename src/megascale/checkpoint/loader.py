@@ -2,7 +2,8 @@
 
 One process of the group reads a stored chunk and sends its elements to the other processes that need them. Storage is
 therefore read once for any number of replicas (MegaScale section 4.4). The bytes are divided evenly over the readers.
-Chunks move in rounds, and later rounds are read while earlier ones are sent. `load` tries the commits in order,
+Chunks that other processes wait for move first, in rounds: later rounds are read while earlier ones are sent. Meanwhile
+threads that have nothing to send copy the chunks that only their own process needs. `load` tries the commits in order,
 `load_commit` opens a commit, and `fill_shards` moves its chunks.
 """
 
@@ -421,7 +422,11 @@ class _Round:
 
 
 class ChunkTransfer:
-    """Transfer of the chunks of a checkpoint: read, exchange and copy, in rounds that are the same on all processes."""
+    """Transfer of the chunks of a checkpoint: read, exchange and copy.
+
+    Chunks that move to other processes are transferred first, in rounds that are the same on all processes. The rounds
+    of a process's own chunks follow, which need no exchange. Own chunks that can be copied directly have no round.
+    """
 
     def __init__(
         self,
@@ -441,22 +446,27 @@ class ChunkTransfer:
         for shard in shards:
             self._shards.setdefault(shard.name, []).append(shard)
         reader = assign_readers(self._index, requests, source.holders)
-        if source.round_bytes is None:
-            self._rounds = plan_rounds(self._index, reader, requests)
-        else:
-            self._rounds = plan_rounds(self._index, reader, requests, source.round_bytes)
         is_moved = find_moved_chunks(reader, requests)
-        self._direct_chunks: list[_DirectChunk] = []
+        is_own = (reader == peers.rank) & ~is_moved
         self._targets: dict[int, torch.Tensor] = {}  # by row of the direct chunks
         if source.has_ranges:
-            self._targets = self._find_direct_targets(np.flatnonzero((reader == peers.rank) & ~is_moved))
-        # Whether each round needs an exchange. All processes know it, so that rounds without one need no collective.
-        self._needs_exchange = [any(is_moved[rows].any() for rows in rank_rows) for rank_rows in self._rounds]
+            self._targets = self._find_direct_targets(np.flatnonzero(is_own))
+            is_own[list(self._targets)] = False
+        self._rounds = self._plan_rounds(np.where(is_moved, reader, -1))
+        self._exchange_count = len(self._rounds)  # the same on all processes
+        self._rounds += self._plan_rounds(np.where(is_own, reader, -1))
+
+    def _plan_rounds(self, reader: np.ndarray) -> list[list[np.ndarray]]:
+        """Return the rounds of the chunks that have a reader, as `plan_rounds`."""
+        if self._source.round_bytes is None:
+            return plan_rounds(self._index, reader, self._requests)
+        return plan_rounds(self._index, reader, self._requests, self._source.round_bytes)
 
     def run(self, report: LoadReport) -> None:
-        """Transfer all chunks. Later rounds are read in threads while this thread exchanges and copies."""
+        """Transfer all chunks. Threads read later rounds and copy own chunks while this thread exchanges rounds."""
         rounds_ahead = max(1, min(self._source.max_rounds_ahead, usable_cores() // 2))
-        with ThreadPoolExecutor(rounds_ahead) as pool:
+        with ThreadPoolExecutor(rounds_ahead + 1) as pool:
+            direct_chunks = pool.submit(self._copy_direct_chunks)
             first_rounds = range(min(rounds_ahead, len(self._rounds)))
             pending: deque[Future[_Round]] = deque(pool.submit(self._read_round, number) for number in first_rounds)
             for number in range(len(self._rounds)):
@@ -467,7 +477,6 @@ class ChunkTransfer:
                 received = self._exchange_round(number, read_round)
                 # The first exchange also connects the processes.
                 part_start = report.measure("exchange" if number else "first exchange", part_start)
-                self._copy_direct_chunks(number, report)
                 for row, box, tensor in read_round.local + received:
                     for shard in self._shards[self._index.name(row)]:
                         self._copier.copy_to_shard(box, tensor, shard)
@@ -475,9 +484,11 @@ class ChunkTransfer:
                 report.measure("copy", part_start)
                 if number + rounds_ahead < len(self._rounds):
                     pending.append(pool.submit(self._read_round, number + rounds_ahead))
-        part_start = time.monotonic()
-        self._check_direct_chunks(report)
-        report.measure("copy", part_start)
+            part_start = time.monotonic()
+            chunks, direct_report = direct_chunks.result()
+        report.add(direct_report)
+        self._check_direct_chunks(chunks, report)
+        report.measure("own chunks", part_start)
 
     def _find_direct_targets(self, rows: np.ndarray) -> dict[int, torch.Tensor]:
         """Return the target of each chunk that one contiguous range of a shard's memory receives as it is stored.
@@ -499,23 +510,24 @@ class ChunkTransfer:
                 targets[row] = target
         return targets
 
-    def _copy_direct_chunks(self, number: int, report: LoadReport) -> None:
-        """Start to copy the chunks of a round that need no step in between."""
-        for row in self._rounds[number][self._peers.rank].tolist():
-            if row not in self._targets:
-                continue
+    def _copy_direct_chunks(self) -> tuple[list[_DirectChunk], LoadReport]:
+        """Start to copy the direct chunks, and return them. Chunks for other processes have precedence."""
+        report = LoadReport()
+        chunks = []
+        for row, target in self._targets.items():
             try:
                 source = self._find_range(row)
             except OSError as error:
                 report.damage.append(f"{self._index.file(row)} cannot be read: {error}")
                 continue
-            copies = self._copier.copy_from_file(source, self._targets[row])
-            self._direct_chunks.append(_DirectChunk(row, self._targets[row], copies))
+            copies = self._copier.copy_from_file(source, target, is_urgent=False)
+            chunks.append(_DirectChunk(row, target, copies))
             report.read_bytes += source.size
+        return chunks, report
 
-    def _check_direct_chunks(self, report: LoadReport) -> None:
+    def _check_direct_chunks(self, chunks: Sequence[_DirectChunk], report: LoadReport) -> None:
         """Wait for the copies of direct chunks and check them. A damaged chunk is reported and its target zeroed."""
-        for chunk in self._direct_chunks:
+        for chunk in chunks:
             damage = self._find_damage(chunk.row, [copy.result() for copy in chunk.copies])
             if damage:
                 report.damage.append(damage)
@@ -526,22 +538,20 @@ class ChunkTransfer:
         rows = self._rounds[number][self._peers.rank]
         report = LoadReport()
         forwarded_rows = self._find_forwarded(rows)
-        read_rows = [row for row in rows.tolist() if row not in self._targets and row not in forwarded_rows]
+        read_rows = [row for row in rows.tolist() if row not in forwarded_rows]
         chunks = self._source.read_chunks(np.array(read_rows, np.int64), report)
         local: list[BoxElements] = []
         outgoing: list[torch.Tensor | FileRange] = []
         outgoing_rows: list[int] = []  # rows of the ranges among `outgoing`
         outgoing_bytes = [0] * len(self._requests)
         for rank, request in enumerate(self._requests):
-            if rank != self._peers.rank and not self._needs_exchange[number]:
+            if rank != self._peers.rank and number >= self._exchange_count:
                 continue
             for row, packed_box in request.select(rows):
                 if row in forwarded_rows:
                     outgoing.append(forwarded_rows[row])
                     outgoing_rows.append(row)
                     outgoing_bytes[rank] += forwarded_rows[row].size
-                    continue
-                if row in self._targets:
                     continue
                 box = unpack_box(self._index, row, packed_box)
                 elements = chunks[row][box_slices(self._index.box(row), box)]
@@ -552,7 +562,7 @@ class ChunkTransfer:
                     outgoing_bytes[rank] += elements.nbytes
         report.sent_bytes = sum(outgoing_bytes)
         joined = None
-        if self._needs_exchange[number]:
+        if number < self._exchange_count:
             joined, copied_pieces = self._copier.join(outgoing, self._device)
             for row, pieces in zip(outgoing_rows, copied_pieces, strict=True):
                 report.read_bytes += sum(piece.size for piece in pieces)

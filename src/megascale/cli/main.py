@@ -232,6 +232,7 @@ def _is_named_by_user(error: OSError) -> bool:
 
 def run_app(make_app: Callable[[], typer.Typer]) -> None:
     """Make an app and run it. Errors of the package print a message and exit with their exit code."""
+    terminal.ignore_interrupts_at_exit()
     try:
         hide_secrets()
         warnings.filterwarnings("ignore", module=r"megascale\.")  # the log has them, without lines of the source
@@ -264,6 +265,8 @@ def run_app(make_app: Callable[[], typer.Typer]) -> None:
         if error.errno != errno.EPIPE:  # a pipe's reader may close it at any time
             typer.secho(f"error: standard output cannot be written: {error.strerror}", fg="red", err=True)
         sys.exit(EXIT_FAILED)
+    finally:
+        terminal.report_late_interrupts()
 
 
 if __name__ == "__main__":

@@ -174,16 +174,16 @@ def _experts_saved_activations(layer: LayerSpec) -> list[SavedActivation]:
     mlp: ExpertsSpec = layer.feed_forward
     settings = mlp.settings
     top_k = settings.top_k
-    # Widths are in float32 values. Each choice has three int64 values, each as wide as two float32: the chosen expert,
-    # and the token and the slot of its row.
-    plan_width = 6 * top_k
+    # Widths are in float32 values. Each choice has the chosen expert in int64, which is as wide as two float32, and the
+    # token and the slot of its row in int32.
+    plan_width = 4 * top_k
     if settings.normalize == "selected":
         plan_width += top_k + 1  # the selected scores and their sum
     saved = [
         SavedActivation("router_scores", settings.number, "sequence", is_statistic=True),
         SavedActivation("expert_plan", plan_width, "sequence", is_statistic=True),
-        # The row and the weight of each choice of all ranks' tokens.
-        SavedActivation("gathered_choices", 3 * top_k, "none", is_statistic=True),
+        # The row in int32 and the weight of each choice of all ranks' tokens.
+        SavedActivation("gathered_choices", 2 * top_k, "none", is_statistic=True),
         SavedActivation("experts_in", top_k * mlp.input_matrices * mlp.width, "columns", has_gradient=True),
     ]
     if settings.z_loss:

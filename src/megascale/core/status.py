@@ -51,7 +51,8 @@ class StartReport:
         process_ns: time at which the trainer began to run, in a new or in a reused process. Times are on this host's
             clock.
         groups_ns: time at which the communicators were ready; 0 before.
-        state_ns: time at which model, optimizer and data were ready; 0 before.
+        state_ns: time at which model, optimizer and data were ready, and an evaluation that the attempt before had not
+            completed was repeated; 0 before.
         step: step of the state from which training continues.
         source: source of that state, such as a checkpoint; "" before it is known.
         is_reused: whether the trainer runs in the process of the previous attempt.
@@ -59,6 +60,7 @@ class StartReport:
         left_ns: time at which this process had completed the last step of the attempt before, if it was ordered to
             leave that attempt after a step; otherwise 0.
         stepped_ns: time at which the results of the first step of this start had come from the device; 0 before.
+        kept_step: step of the state that this process has kept from the attempt before; 0 if it has kept none.
     """
 
     process_ns: _Time
@@ -70,6 +72,7 @@ class StartReport:
     is_standing: bool = False
     left_ns: _Time = 0
     stepped_ns: _Time = 0
+    kept_step: _Step = 0
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import os
@@ -12,6 +13,8 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, TypeVar
+
+from megascale.errors import EXIT_INTERRUPTED
 
 T = TypeVar("T")
 _FULL_BUFFER_SECONDS = 1.0  # how long a write to a full non-blocking pipe waits for its reader
@@ -177,6 +180,33 @@ def interrupt_on_termination() -> Iterator[None]:
     finally:
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
+
+
+def report_late_interrupts() -> None:
+    """Print a line for Ctrl-C from now on, while Python waits for threads and runs exit functions.
+
+    A command calls this when its work and its exit code are settled. Without it, Python would end the process by the
+    signal and without a text. A second Ctrl-C ends the process at once. While Python destroys modules at the very end,
+    it calls no handlers, and Ctrl-C is ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    has_come = False
+
+    def report(number: int, frame: FrameType | None) -> None:
+        nonlocal has_come
+        if has_come:
+            os._exit(EXIT_INTERRUPTED)
+        has_come = True
+        with contextlib.suppress(OSError):
+            os.write(_STDERR, b"interrupted while the command ends; press Ctrl-C again to end it at once\n")
+
+    signal.signal(signal.SIGINT, report)
+
+
+def ignore_interrupts_at_exit() -> None:
+    """Ignore Ctrl-C once all exit functions that are registered later have run."""
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
 
 def termination_signals() -> tuple[signal.Signals, ...]:

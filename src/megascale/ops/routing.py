@@ -157,9 +157,9 @@ class RoutingPlan:
 
     Attributes:
         offsets: first row of each expert and end of the last expert, int32 [experts + 1].
-        row_tokens: token of each row [rows].
-        row_slots: slot of each row [rows].
-        rows_TK: row of each token's slot, or at least `rows` if another rank has the expert [tokens, top_k].
+        row_tokens: token of each row, int32 [rows].
+        row_slots: slot of each row, int32 [rows].
+        rows_TK: row of each token's slot, or at least `rows` if another rank has the expert, int32 [tokens, top_k].
     """
 
     offsets: Tensor
@@ -229,9 +229,9 @@ def plan_rows(
         rows = min(rows, limit.rows)
         offsets.clamp_(max=rows)
     # `order` lists the choices by row. Invert it to get the row of each choice.
-    row = torch.empty_like(order)
-    row[order] = torch.arange(len(order), device=order.device)
-    order = order[:rows]
+    row = torch.empty_like(order, dtype=torch.int32)
+    row[order] = torch.arange(len(order), dtype=torch.int32, device=order.device)
+    order = order[:rows].to(torch.int32)
     return RoutingPlan(offsets, order // top_k, order % top_k, row.clamp(max=rows).view(tokens, top_k))
 
 

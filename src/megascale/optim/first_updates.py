@@ -15,6 +15,9 @@ from megascale.optim.base import ShardState, UpdateRule, UpdateStep
 from megascale.parallel.buffers import FlatShard
 
 _MAX_UNCHANGED = 10  # updates that may leave all weights unchanged, such as those of a rule with a delay
+# Elements that are summed at once. torch converts them to float64 first, so that a whole shard would take the memory of
+# two shards of float32 for a moment.
+_PART_ELEMENTS = 1 << 24
 _MAX_UPDATES = 50  # updates with checks, if each of them is too small to change the rounded weights in use
 
 
@@ -74,7 +77,7 @@ class FirstUpdates:
             params = state.shard.params
             if _sum_twice(params) != sums:
                 has_changed_in_use = True
-            elif not torch.equal(params, state.master.to(params.dtype)):
+            elif not _is_rounded(params, state.master):
                 raise ConfigError(
                     f"{self._setting}: the update changed the master weights but not the weights in use "
                     f"({params.dtype}); if shard.param_out is not None, write part.view(shard.param_out) too"
@@ -99,4 +102,13 @@ class FirstUpdates:
 
 def _sum_twice(tensor: torch.Tensor) -> tuple[float, float]:
     """Return the sum and the norm of the elements, of which almost any change alters a bit."""
-    return float(tensor.sum(dtype=torch.float64)), float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+    parts = tensor.split(_PART_ELEMENTS)
+    sums = torch.stack([part.sum(dtype=torch.float64) for part in parts])
+    norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts])
+    return float(sums.sum()), float(torch.linalg.vector_norm(norms))
+
+
+def _is_rounded(params: torch.Tensor, master: torch.Tensor) -> bool:
+    """Return whether the weights in use are the rounded master weights."""
+    parts = zip(params.split(_PART_ELEMENTS), master.split(_PART_ELEMENTS), strict=True)
+    return all(torch.equal(part, master_part.to(part.dtype)) for part, master_part in parts)

@@ -175,6 +175,7 @@ class PipelineExecutor:
         step = _StepState()
         recorder = self.runtime.recorder
         for index, (kind, chunk, i) in enumerate(self.actions):
+            self.runtime.check_orders()
             self.runtime.calls.set_action(_LABELS[kind], chunk, i, index)
             recorder.begin_action(SPAN_OF_ACTION[kind], chunk, i)
             if kind.is_compute and self.schedule.exposed:  # without overlap, sends end before the next computation

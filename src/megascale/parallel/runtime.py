@@ -42,6 +42,7 @@ class Runtime:
             None without an observer.
         rejoin_obstacle: why this rank cannot continue with new groups, "" if it can. Set by objects that hold groups
             outside of axes, or that map the memory of peers.
+        check_orders: called before each action of a step. It raises an error if this rank must leave its attempt.
         state_obstacle: why no other engine can take over this rank's weights and optimizer state, "" if it can.
     """
 
@@ -55,6 +56,7 @@ class Runtime:
     sent_observer: Callable[[Any, str, torch.Tensor], None] | None = None
     rejoin_obstacle: str = ""
     state_obstacle: str = ""
+    check_orders: Callable[[], None] = lambda: None
     _side: SideStream | None = None  # never dropped, because cuBLAS keeps a workspace for each stream
 
     def use_side_stream(self, enabled: bool, device: torch.device) -> str:

@@ -9,6 +9,7 @@ aborts in the same way.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from megascale import torch_private
 from megascale.core.group_names import remove_attempt
 from megascale.errors import TrainingError
 
+log = logging.getLogger("megascale.train")  # whose records are in the logs of ranks
 _MAX_ERROR_LENGTH = 400  # characters
 
 
@@ -28,6 +30,7 @@ class GroupAbort:
         self._lock = threading.Lock()
         self._threads: dict[str, threading.Thread] = {}  # by group name
         self._errors: dict[str, str] = {}  # error text by group name
+        self._seconds: dict[str, float] = {}  # duration of each abort by group name
         self._has_started = False
 
     def start(self, groups: Sequence[tuple[str, Any]] | None = None) -> None:
@@ -48,11 +51,13 @@ class GroupAbort:
                 thread.start()
 
     def _abort(self, name: str, group: Any) -> None:
-        """Abort a group and record its error, in a thread of its own."""
+        """Abort a group and record its duration and its error, in a thread of its own."""
+        start_time = time.monotonic()
         try:
             group.abort()
         except Exception as error:
             self._errors[name] = f"{type(error).__name__}: {error}"
+        self._seconds[name] = time.monotonic() - start_time
 
     def finish(self, seconds: float) -> None:
         """Wait at most `seconds` for the aborts that were started.
@@ -69,6 +74,9 @@ class GroupAbort:
         if self._errors:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(self._errors.items()))
             raise TrainingError(f"communicators could not be aborted: {reasons}"[:_MAX_ERROR_LENGTH])
+        if self._seconds:
+            slowest = max(self._seconds, key=self._seconds.__getitem__)
+            log.info("communicators were aborted within %.2f s (the last: %s)", self._seconds[slowest], slowest)
 
 
 def list_groups() -> list[tuple[str, Any]]:

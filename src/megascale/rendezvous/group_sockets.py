@@ -14,8 +14,12 @@ import contextlib
 import os
 import socket
 from collections.abc import Mapping, Set
+from typing import Any
 
 _DESCRIPTORS = "/proc/self/fd"
+_IPV4_IN_IPV6 = "::ffff:"
+
+Endpoint = tuple[str, int]  # address, "" for all addresses of a host, and TCP port
 
 
 def list_sockets() -> dict[int, str]:
@@ -47,36 +51,55 @@ def select_internet_sockets(sockets: dict[int, str]) -> dict[int, str]:
     return selected
 
 
-def list_listening_ports() -> set[int]:
-    """Return the TCP ports on which this process listens."""
-    ports = set()
+def list_listeners() -> set[Endpoint]:
+    """Return the TCP endpoints on which this process listens."""
+    listeners = set()
     for fd, identity in select_internet_sockets(list_sockets()).items():
         listener = _duplicate(fd, identity)
         if listener is None:
             continue
         with listener:
             if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                ports.add(listener.getsockname()[1])
-    return ports
+                listeners.add(_normalize(listener.getsockname()))
+    return listeners
 
 
-def select_connections(sockets: Mapping[int, str], local_ports: Set[int], peer_ports: Set[int]) -> dict[int, str]:
-    """Return those of the given TCP sockets that are connected from or to the given ports.
+def select_connections(
+    sockets: Mapping[int, str], local_listeners: Set[Endpoint], peer_listeners: Set[Endpoint]
+) -> dict[int, str]:
+    """Return those of the given TCP sockets that are connected from or to the given endpoints.
+
+    A port alone is not sufficient: other hosts may use the port of a peer for another service.
 
     Args:
-        local_ports: ports of this process that have accepted connections.
-        peer_ports: ports to which this process has connected.
+        local_listeners: endpoints of this process that have accepted connections.
+        peer_listeners: endpoints to which this process has connected.
     """
     selected = {}
     for fd, identity in sockets.items():
         connection = _duplicate(fd, identity)
         if connection is None:
             continue
-        with connection, contextlib.suppress(OSError):  # it is not connected
-            has_accepted = connection.getsockname()[1] in local_ports
-            if connection.getpeername()[1] in peer_ports or has_accepted:
+        with connection, contextlib.suppress(OSError):  # it is not connected, such as a listener
+            has_connected = _is_among(_normalize(connection.getpeername()), peer_listeners)
+            if has_connected or _is_among(_normalize(connection.getsockname()), local_listeners):
                 selected[fd] = identity
     return selected
+
+
+def _normalize(address: tuple[Any, ...]) -> Endpoint:
+    """Return the endpoint of a socket's address. IPv4 within IPv6 becomes IPv4, and the zone is removed."""
+    host = str(address[0]).partition("%")[0]
+    if host.startswith(_IPV4_IN_IPV6):
+        host = host.removeprefix(_IPV4_IN_IPV6)
+    if host in ("0.0.0.0", "::"):
+        host = ""
+    return host, int(address[1])
+
+
+def _is_among(endpoint: Endpoint, listeners: Set[Endpoint]) -> bool:
+    """Return whether a connection's end belongs to one of the listeners."""
+    return endpoint in listeners or ("", endpoint[1]) in listeners
 
 
 def cut_connections(sockets: dict[int, str]) -> int:

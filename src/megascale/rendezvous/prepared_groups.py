@@ -42,8 +42,9 @@ from megascale.rendezvous.group_options import (
 )
 from megascale.rendezvous.group_plan import DIRECTIONS, GroupSpec, plan_rank_groups
 from megascale.rendezvous.group_sockets import (
+    Endpoint,
     cut_connections,
-    list_listening_ports,
+    list_listeners,
     list_new_sockets,
     list_sockets,
     select_connections,
@@ -271,7 +272,7 @@ class GroupPreparation:
             for spec in self._specs:
                 self._add_gloo(spec.name, sorted(spec.ranks), timeout)
         new_sockets = select_internet_sockets(list_new_sockets(earlier_sockets))
-        self._store.set(f"ports/{target.rank}", json.dumps(sorted(list_listening_ports())))
+        self._store.set(f"listeners/{target.rank}", json.dumps(sorted(list_listeners())))
         if target.device.type == "cuda":
             self._make_nccl_backends(timeout)  # NCCL's sockets, which are opened later, have its own abort
         self._stopwatch.end_phase("communicators")
@@ -330,14 +331,16 @@ class GroupPreparation:
     def _note_sockets(self, new_sockets: Mapping[int, str]) -> None:
         """Note gloo's connections among the sockets that were opened while gloo's backends were made.
 
-        Each of them leads to a port on which a rank listens. Other threads may have opened other sockets meanwhile.
+        Each of them leads to an endpoint on which a rank listens. Other threads may have opened sockets meanwhile.
         """
         assert self._store is not None
         _, store_port = self.address
-        ports_by_rank = [set(json.loads(self._store.get(f"ports/{rank}"))) for rank in range(self.target.world)]
-        local_ports = ports_by_rank[self.target.rank] - {store_port}
-        peer_ports = set().union(*ports_by_rank) - {store_port}
-        self.sockets = select_connections(new_sockets, local_ports, peer_ports)
+        listeners_by_rank: list[set[Endpoint]] = []
+        for rank in range(self.target.world):
+            listeners = json.loads(self._store.get(f"listeners/{rank}"))
+            listeners_by_rank.append({(host, port) for host, port in listeners if port != store_port})
+        local_listeners = listeners_by_rank[self.target.rank]
+        self.sockets = select_connections(new_sockets, local_listeners, set().union(*listeners_by_rank))
         if self.failure:
             cut_connections(self.sockets)
 

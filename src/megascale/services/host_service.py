@@ -141,6 +141,25 @@ def connect_service(
         pause = min(2 * pause, 2.0)
 
 
+def find_service(
+    location: ServiceLocation, outgoing: Schema, incoming: Schema, *, seconds: float
+) -> Conversation | None:
+    """Return a conversation with the service at `location`, or None if no service runs.
+
+    A service that is starting counts as running. Arguments are those of `connect_service`.
+
+    Raises:
+        TimeoutError: the service is still starting after `seconds`.
+    """
+    if not location.starting_lock_path.exists() and not location.socket_path.exists():
+        return None
+    try:
+        with _hold_lock(location.starting_lock_path, seconds):
+            return location.open_conversation(outgoing, incoming, seconds)
+    except FileNotFoundError:  # a service that ends removes its folder
+        return None
+
+
 def _start_and_wait(launch: Launch, deadline: float) -> None:
     """Start a service, and return when it is ready or has ended. Raises ServiceFailed if it reports an error."""
     receive_end, send_end = os.pipe2(os.O_CLOEXEC)

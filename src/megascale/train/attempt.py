@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from types import TracebackType
 
 from megascale import checkpoint
 from megascale.checkpoint.object_collectives import Peers
 from megascale.config import Config
 from megascale.core.group_names import make_attempt_suffix
-from megascale.errors import ConfigError, MegascaleError, error_class_name, make_error
+from megascale.errors import ConfigError, DataError, FitError, MegascaleError, error_class_name, make_error
 from megascale.rendezvous.groups import Groups, shutdown
 from megascale.rendezvous.prepared_groups import GroupPreparation
 from megascale.rendezvous.start_job import initialise
@@ -53,6 +54,7 @@ class Attempt:
 
         Raises MegascaleError on every rank if rank 0 or this rank refuses the start.
         """
+        resources.push(self._end_unused_service)
         refusal: MegascaleError | None = None
         if self._rank_info.rank == 0:
             self.await_predecessors()  # the kernel releases the run's lock when it has freed the holder's memory
@@ -67,6 +69,13 @@ class Attempt:
         if refusal is not None:
             self._ending.is_reported = True  # the training that holds the lock must not see this start's end
             raise refusal
+
+    def _end_unused_service(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let the checkpoint service end at once after a refused start, if it has no snapshot."""
+        if self._ending.owns_folder and isinstance(error, ConfigError | DataError | FitError):
+            checkpoint.end_unused_service(self._config.checkpoint, self._folder.path)
 
     def await_predecessors(self) -> None:
         """Wait until killed processes have freed the memory that this process needs, if the agent has named any."""

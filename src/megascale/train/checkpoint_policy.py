@@ -28,11 +28,13 @@ class CheckpointPolicy:
         self._last_saved = -1  # newest step whose save to storage has begun, or that was loaded from there
         self._last_begun = -1  # newest step whose save has begun
         self._has_reported_snapshot = False
+        self._failed_saves: dict[int, checkpoint.SaveOutcome] = {}  # by step; a later save of the step removes it
 
     def begin(self, step: int) -> None:
         """Store that training starts after `step`."""
-        # A state that was loaded from memory is in storage only once it is saved there.
-        if self.checkpointer.loaded_from in ("nothing", "storage"):
+        # A state that was loaded from memory is in storage only once it is saved there. Initial weights are the result
+        # of a run without steps, so they are saved at its end.
+        if self.checkpointer.loaded_from == "storage":
             self._last_saved = step
 
     def is_due_at_end(self, step: int) -> bool:
@@ -62,7 +64,10 @@ class CheckpointPolicy:
         if persist and has_begun:
             self._last_saved = step
         elif persist:
-            reason = "the save before it is still being written"
+            if wait:
+                reason = "a process cannot use its staging memory; the log of its rank has the cause"
+            else:
+                reason = "the save before it is still being written"
             self._reporter.write_event(Event.CHECKPOINT_SKIPPED, step=step, message=reason)
         self.poll()
 
@@ -73,20 +78,22 @@ class CheckpointPolicy:
     def finish(self, step: int) -> None:
         """Wait for the save that is being written.
 
-        Raises TrainingError if the save of the last step, `step`, failed: the run must not end as if its result were
-        saved.
+        Raises TrainingError if the save of the last step, `step`, failed or did not begin: the run must not end as if
+        its result were saved. An earlier call may have reported the failure already.
         """
-        outcomes = self.checkpointer.finish(run_ended=self.config.at_end)
-        self._report(outcomes)
-        for outcome in outcomes:
-            if outcome.reason and outcome.step == step:
-                lost = TrainingError(
-                    f"the checkpoint of the last step, {step}, failed: {outcome.reason}; {self.describe_latest()}. "
-                    "Remove the cause and start the same command again"
-                )
-                if outcome.record.kind is ExitKind.DISK_FULL:
-                    attach_record(lost, ExitKind.DISK_FULL, subject=outcome.record.subject)
-                raise lost
+        self._report(self.checkpointer.finish(run_ended=self.config.at_end))
+        failed_save = self._failed_saves.get(step)
+        if failed_save is None and self.is_due_at_end(step):
+            failed_save = checkpoint.SaveOutcome(step, reason="its save did not begin")
+        if failed_save is None:
+            return
+        lost = TrainingError(
+            f"the checkpoint of the last step, {step}, failed: {failed_save.reason}; {self.describe_latest()}. "
+            "Remove the cause and start the same command again"
+        )
+        if failed_save.record.kind is ExitKind.DISK_FULL:
+            attach_record(lost, ExitKind.DISK_FULL, subject=failed_save.record.subject)
+        raise lost
 
     def latest(self) -> int | None:
         """Return the newest step in storage, None without a checkpoint."""
@@ -125,7 +132,10 @@ class CheckpointPolicy:
                 write_event(Event.FIRST_SNAPSHOT, step=step, **sizes)
             if outcome.committed:
                 write_event(Event.CHECKPOINT_SAVED, step=step, path=f"step-{step}", stall=outcome.stall, **sizes)
-            if outcome.reason:
+            if not outcome.reason:
+                self._failed_saves.pop(step, None)
+            else:
+                self._failed_saves[step] = outcome
                 write_event(Event.CHECKPOINT_FAILED, step=step, message=outcome.reason)
                 line = f"the checkpoint of step {step} failed: {outcome.reason}; {self.describe_latest()}"
                 self._reporter.log_line(line)

@@ -23,7 +23,7 @@ from megascale.core.communicator_memory import estimate_prepared_groups
 from megascale.core.copy_choice import explain_collective_gathers, explain_collective_reductions
 from megascale.core.layout import lay_out
 from megascale.core.memory import MemoryEstimate
-from megascale.train.rank_info import has_bfloat16
+from megascale.train.rank_info import exclude_from_peak, has_bfloat16
 
 log = logging.getLogger("megascale.train")
 # Bytes of a GPU that stay free for communicators, libraries and exchanges, which allocate outside of torch's allocator.
@@ -105,10 +105,8 @@ class DeviceReserve:
     def __init__(self, sizes: ReservedBytes, device: torch.device) -> None:
         state = torch.empty(sizes.state, dtype=torch.uint8, device=device)
         self._activations: torch.Tensor | None = torch.empty(sizes.activations, dtype=torch.uint8, device=device)
-        small_tensors = [
-            torch.empty(_SMALL_TENSOR_BYTES, dtype=torch.uint8, device=device) for _ in range(_SMALL_TENSORS)
-        ]
-        del state, small_tensors
+        _cache_small_segments(device)
+        del state
         self.sizes = sizes
         self._device = device
 
@@ -159,11 +157,34 @@ def cache_activations(config: Config, world: int, device: torch.device) -> bool:
     if size + UNCACHED_BYTES > free_bytes:
         return False
     try:
-        torch.empty(size, dtype=torch.uint8, device=device)  # the allocator keeps the memory of this tensor
+        # The allocator keeps the memory of this tensor. No step has used it yet, so it is not part of the run's peak.
+        with exclude_from_peak(device):
+            torch.empty(size, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # the next attempt requests the memory itself
         log.warning("memory for eager steps was not requested: %s", error)
         return False
     return True
+
+
+def cache_first_step(config: Config, world: int, device: torch.device) -> bool:
+    """Let torch's allocator request the memory of the first step of a new engine, and return whether it did.
+
+    A process that replaces a lost rank waits for its state after it has allocated it.
+
+    Args:
+        config, world: as for `estimate_reserve`.
+    """
+    if not cache_activations(config, world, device):
+        return False
+    with exclude_from_peak(device):
+        _cache_small_segments(device)
+    return True
+
+
+def _cache_small_segments(device: torch.device) -> None:
+    """Let torch's allocator request segments for small tensors."""
+    small_tensors = [torch.empty(_SMALL_TENSOR_BYTES, dtype=torch.uint8, device=device) for _ in range(_SMALL_TENSORS)]
+    del small_tensors  # all exist at the same time, so that no two have the same memory
 
 
 def describe_reserve(reserve: DeviceReserve | None) -> str:

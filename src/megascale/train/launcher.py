@@ -51,6 +51,9 @@ IMPATIENT_SECONDS = 5.0
 REPEATED_SIGNAL_SECONDS = 1.0
 # Time from SIGTERM to SIGKILL for ranks that are ended because another rank failed or training was interrupted.
 END_SECONDS = 3.0
+# Time within which processes end after SIGKILL. Freeing the memory of a large process takes seconds, and a failed
+# device may keep the kernel from ending a process at all.
+KILL_SECONDS = 30.0
 _TAIL_LINES = 15  # lines of a failed rank's log that are printed
 
 
@@ -385,14 +388,32 @@ def _describe_exit(code: int) -> str:
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], grace_period: float) -> None:
-    """Send SIGTERM to processes, and SIGKILL to those that still run after `grace_period` seconds."""
+    """Send SIGTERM to processes, and SIGKILL to those that still run after `grace_period` seconds.
+
+    Print which processes run KILL_SECONDS after their SIGKILL, and do not wait for them any longer.
+    """
     for process in processes:
         if process.poll() is None:
             process.terminate()
-    deadline = time.monotonic() + grace_period
+    running = _wait_for_processes(processes, grace_period)
+    for process in running:
+        process.kill()
+    for process in _wait_for_processes(running, KILL_SECONDS):
+        print(
+            f"process {process.pid} has not ended {KILL_SECONDS:g} s after SIGKILL and may keep its GPU and memory: "
+            f"the kernel waits for a device or a file system. `cat /proc/{process.pid}/stack` (as root) and `dmesg` "
+            "show which; restart the host if it does not end",
+            file=sys.stderr,
+        )
+
+
+def _wait_for_processes(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[subprocess.Popen[bytes]]:
+    """Wait for the end of processes, for at most `seconds` in all. Return those that still run."""
+    deadline = time.monotonic() + seconds
+    running = []
     for process in processes:
         try:
             process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            running.append(process)
+    return running

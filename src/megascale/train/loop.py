@@ -128,7 +128,12 @@ class Trainer:
         count_compilations()
         self._start = StartReport(time.time_ns())
         if parking is not None:
-            self._start = replace(self._start, is_reused=parking.is_reused, left_ns=parking.left_ns)
+            self._start = replace(
+                self._start,
+                is_reused=parking.is_reused,
+                left_ns=parking.left_ns,
+                kept_step=parking.find_kept_step(),
+            )
             parking.left_ns = 0
         self._stopwatch = Stopwatch()  # of the start, from the groups on
         self._data_notes: list[str] = []
@@ -404,6 +409,8 @@ class Trainer:
         self._stopwatch.end_phase("feed")
         check_parts(config, info.device)
         self.engine = self.retention.make_engine(earlier_choices, self.feed.fields)
+        if self.parking is not None:
+            self.engine.runtime.check_orders = self.parking.check
         self.data = StepData(self.feed, self.engine.runtime)
         self._stopwatch.end_phase("engine")
         self.checkpointer = self.retention.make_checkpointer(self.engine, early_slots)
@@ -499,6 +506,11 @@ class Trainer:
         if self.step < last_step:
             self.checkpointer.prepare()
         self._stopwatch.end_phase("staging memory")
+        if self.evaluations.is_awaited and self.step < last_step:
+            # Before the report that the state is ready, since the record of a recovery counts what follows as the
+            # first step.
+            self._evaluate(is_repeated=True)
+            self._stopwatch.end_phase("repeated evaluation")
         summary.log_seconds(self._stopwatch, self.engine)
         self.status.start = replace(
             self._start,
@@ -507,8 +519,6 @@ class Trainer:
             source=self.checkpointer.loaded_from,
             is_standing=self.checkpointer.is_standing,
         )
-        if self.evaluations.is_awaited and self.step < last_step:
-            self._evaluate(is_repeated=True)
         first_step = self.step + 1
         self.next_groups.begin(first_step)
         self.first_steps.begin(first_step)

@@ -297,6 +297,12 @@ class Parking:
             self.reserve.release_activations()
             self.reserve = None
 
+    def find_kept_step(self) -> int:
+        """Return the step of the state that the earlier attempt has retained, 0 without one."""
+        if self.retained is None:
+            return 0
+        return max(0, self.retained.live.step)
+
     def take_retained(self) -> RetainedState | None:
         """Return the state that the earlier attempt has retained, if any. The present one may change it from now on."""
         retained = self.retained

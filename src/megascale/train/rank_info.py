@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -164,11 +165,25 @@ def count_threads(local_world: int) -> int:
     return cores_per_rank
 
 
+_earlier_peaks: dict[torch.device, int] = {}  # bytes by GPU, of peaks that `exclude_from_peak` has reset
+
+
 def memory_gib(device: torch.device) -> float:
     """Return the peak memory of this process in GiB: allocated on a GPU, or resident on a CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+        return max(torch.cuda.max_memory_allocated(device), _earlier_peaks.get(device, 0)) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+@contextlib.contextmanager
+def exclude_from_peak(device: torch.device) -> Iterator[None]:
+    """Let `memory_gib` ignore what the context allocates on a GPU and frees again."""
+    earlier_peak = torch.cuda.max_memory_allocated(device)
+    try:
+        yield
+    finally:
+        torch.cuda.reset_peak_memory_stats(device)
+        _earlier_peaks[device] = max(earlier_peak, _earlier_peaks.get(device, 0))
 
 
 def count_device_allocations(device: torch.device) -> int:

@@ -23,7 +23,7 @@ from megascale.core.layout import Layout
 from megascale.train import replay_response
 from megascale.train.attempt import Attempt
 from megascale.train.attention_choice import Choices
-from megascale.train.device_reserve import UNCACHED_BYTES, count_cached_bytes
+from megascale.train.device_reserve import UNCACHED_BYTES, cache_first_step, count_cached_bytes
 from megascale.train.engine import Engine
 from megascale.train.engine_rejoin import (
     find_complete_step,
@@ -113,6 +113,8 @@ class StateRetention:
         if self._parking is not None:
             self._parking.hold_updates(engine)
             self._parking.release_reserve()
+            if can_rejoin and retained is None:
+                cache_first_step(self._layout.config, self._rank_info.world, self._rank_info.device)
         return engine
 
     def _take_engine(self, retained: RetainedState, *, can_rejoin: bool) -> Engine | None:
@@ -191,11 +193,11 @@ class StateRetention:
         """
         config, groups = self._layout.config, self._attempt.groups
         shards = [checkpoint.TensorShard(*fields) for fields in engine.logical_tensors()]
-        if early_slots is not None:
-            self._slots = early_slots.take()
         check: Callable[[], None] = lambda: None
         if self._parking is not None:
             check = self._parking.check
+        if early_slots is not None:
+            self._slots = early_slots.take(check)
         side_group = None
         if groups is not None:
             side_group = groups.side

@@ -67,6 +67,9 @@ def soak(
     ),
     every: float = typer.Option(120.0, min=1.0, help="With --minutes: seconds between faults, on average."),
     resume: Path | None = typer.Option(None, help="With --minutes: add to this report, by its --seed and --every."),
+    report: list[Path] = typer.Option(
+        [], help="Run nothing; print the tables of this report of --minutes. Repeat it to add up several soaks."
+    ),
 ) -> None:
     """Run random faults and changes against real runs, and print which held.
 
@@ -79,12 +82,21 @@ def soak(
     Example: python -m tests.chaos soak --parts resumes --count 10
 
     Example: python -m tests.chaos soak --minutes 10 --out soak.json
+
+    Example: python -m tests.chaos soak --report soak-1.json --report soak-2.json
     """
     from rich.console import Console
     from rich.table import Table
 
     from megascale.errors import ConfigError, TrainingError
 
+    if report:
+        from tests.chaos.soak.fault_tables import make_tables
+
+        if minutes is not None or resume is not None:
+            raise ConfigError("--report prints tables and runs nothing; leave out --minutes and --resume")
+        print(make_tables(report))
+        return
     if minutes is not None:
         from tests.chaos.soak import endurance
 
@@ -115,7 +127,9 @@ def soak(
             numbers = range(first - 1, count or PARTS[part])
             began = time.monotonic()
 
-            def report(case: SoakCase, cases: list[SoakCase] = cases, part: str = part, of: range = numbers) -> None:
+            def report_case(
+                case: SoakCase, cases: list[SoakCase] = cases, part: str = part, of: range = numbers
+            ) -> None:
                 cases.append(case)
                 mark = "[green]held[/]" if case.held else "[red]FAILED[/]"
                 number = f"{of.start + len(cases)}/{of.stop}"
@@ -123,7 +137,7 @@ def soak(
 
             folder = (keep or Path(temporary)) / part
             folder.mkdir(parents=True, exist_ok=True)
-            importlib.import_module(f"tests.chaos.soak.{part}").run(numbers, seed, folder, report)
+            importlib.import_module(f"tests.chaos.soak.{part}").run(numbers, seed, folder, report_case)
             seconds[part] = time.monotonic() - began
 
     table = Table(title="soak")

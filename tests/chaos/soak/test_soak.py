@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from megascale.errors import ConfigError, TrainingError
 from tests.chaos.soak import crashes as soak_crashes
 from tests.chaos.soak import endurance
-from tests.chaos.soak.command import PARTS, SoakCase, soak
+from tests.chaos.soak.command import PARTS, SoakCase, register, soak
+from tests.chaos.soak.fault_tables import make_tables
 
 
 def test_going_on_at_a_case_gives_the_same_cases(tmp_path, monkeypatch, capsys):
@@ -33,6 +37,7 @@ def test_going_on_at_a_case_gives_the_same_cases(tmp_path, monkeypatch, capsys):
         minutes=None,
         every=60.0,
         resume=None,
+        report=[],
     )
     full = ran[:]
     assert len(full) == PARTS["crashes"] == len({cause for _, cause, _ in full})
@@ -47,6 +52,7 @@ def test_going_on_at_a_case_gives_the_same_cases(tmp_path, monkeypatch, capsys):
             minutes=None,
             every=60.0,
             resume=None,
+            report=[],
         )
     assert ran[len(full) :] == full[7:]
     assert "crashes 8/10" in capsys.readouterr().out
@@ -64,6 +70,7 @@ def test_a_case_that_there_is_not_or_that_needs_those_before_it_is_refused(tmp_p
             minutes=None,
             every=60.0,
             resume=None,
+            report=[],
         )
 
     with pytest.raises(ConfigError, match="--first=2: each case of journal depends on those before it"):
@@ -120,7 +127,18 @@ def test_calls_of_a_soak_add_up(tmp_path, monkeypatch):
         endurance.load_report(120.0, 8, out)
 
     def resume(file, minutes):
-        soak(parts="crashes", count=None, first=1, seed=0, keep=None, out=out, minutes=minutes, every=60.0, resume=file)
+        soak(
+            parts="crashes",
+            count=None,
+            first=1,
+            seed=0,
+            keep=None,
+            out=out,
+            minutes=minutes,
+            every=60.0,
+            resume=file,
+            report=[],
+        )
 
     called = []
 
@@ -136,3 +154,79 @@ def test_calls_of_a_soak_add_up(tmp_path, monkeypatch):
         resume(tmp_path / "other.json", 2.0)
     with pytest.raises(ConfigError, match="needs --minutes"):
         resume(out, None)
+
+
+def make_call(faults: int, seconds: float, problem: str = "", remains: Sequence[str] = ()) -> dict[str, Any]:
+    call = {"began": 1795830005.0, "load": [1.0, 2.25], "cores": 2, "seconds": seconds, "faults": faults}
+    return call | {"problem": problem, "remains": list(remains)}
+
+
+def make_fault(kind: str, cost: float, lost: int = 0, problem: str = "") -> dict[str, Any]:
+    fault = {"kind": kind, "problem": problem}
+    return fault if problem else fault | {"cost": cost, "lost": lost}
+
+
+def test_reports_of_several_soaks_are_added_into_one_table(tmp_path):
+    first = {
+        "seed": 64,
+        "every": 120.0,
+        "calls": [make_call(2, 1800.0), make_call(1, 900.0, "fault 2: a | b\nc", ["process 5: sleep"])],
+        "faults": [
+            make_fault("kill-rank", 1.0),
+            make_fault("kill-node", 3.0),
+            make_fault("stop-rank", 0.0, problem="fault 2"),
+        ],
+    }
+    second = {
+        "seed": 65,
+        "every": 120.0,
+        "calls": [make_call(3, 900.0)],
+        "faults": [
+            make_fault("kill-rank", 2.0, lost=1),
+            make_fault("segfault", 4.5, lost=3),
+            make_fault("stop-rank", 11.0),
+        ],
+    }
+    files = []
+    for report in (first, second):
+        files.append(tmp_path / f"seed-{report['seed']}.json")
+        files[-1].write_text(json.dumps(report))
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in make_tables(files).splitlines()]
+    parts, kinds, (summary,) = rows[2:5], rows[8:-2], rows[-1]
+    assert parts[0][:4] == ["| seed-64 (seed 64)", "1", "2026-11-28 01:40", "30.0"]
+    assert parts[0][4:] == ["1.0 to 2.2", "2", "2: 1 kill-rank, 1 kill-node", "2", "none", "none |"]
+    assert parts[1][6:] == ["1: 1 stop-rank", "0", "fault 2: a \\| b c", "process 5: sleep |"]
+    assert parts[2][6] == "3: 1 kill-rank, 1 stop-rank, 1 segfault"
+    assert kinds == [
+        ["| kill-rank", "2", "2", "1.50 s", "2.00 s", "0.50", "1 |"],
+        ["| stop-rank", "2", "1", "11.00 s", "11.00 s", "0.00", "0 |"],
+        ["| segfault", "1", "1", "4.50 s", "4.50 s", "3.00", "3 |"],
+        ["| kill-agent", "0", "0", "", "", "", "|"],
+        ["| kill-node", "1", "1", "3.00 s", "3.00 s", "0.00", "0 |"],
+        ["| each kill: kill-rank, segfault", "3", "3", "2.50 s", "4.50 s", "1.33", "3 |"],
+        ["| each hang: stop-rank", "2", "1", "11.00 s", "11.00 s", "0.00", "0 |"],
+        ["| all", "6", "5", "4.30 s", "11.00 s", "0.80", "3 |"],
+    ]
+    assert summary == (
+        "Sum: 1.00 hours in 3 parts of 2 soaks (seeds 64, 65), 6 faults, 5 recovered, 1 parts with a problem, "
+        "1 remains."
+    )
+    with pytest.raises(ConfigError, match="is given twice"):
+        make_tables([files[0], files[0]])
+    (tmp_path / "other.json").write_text('{"seed": 1}')
+    with pytest.raises(ConfigError, match="lacks every, calls, faults; name a file of soak --minutes"):
+        make_tables([tmp_path / "other.json"])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        make_tables([tmp_path / "none.json"])
+
+
+def test_the_command_prints_the_tables_of_reports(tmp_path, capsys):
+    app = typer.Typer()
+    register(app)
+    file = tmp_path / "soak.json"
+    file.write_text(json.dumps({"seed": 64, "every": 120.0, "calls": [make_call(0, 60.0)], "faults": []}))
+    result = CliRunner().invoke(app, ["--report", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "Sum: 0.02 hours in 1 parts of 1 soaks (seeds 64), 0 faults" in result.output
+    result = CliRunner().invoke(app, ["--report", str(file), "--minutes", "5"])
+    assert "leave out --minutes and --resume" in str(result.exception)

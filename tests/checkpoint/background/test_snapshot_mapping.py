@@ -6,10 +6,13 @@ import os
 import threading
 
 import pytest
+import torch
 
 from megascale.checkpoint.background import snapshot_memory
 from megascale.checkpoint.background.load_from_memory import MemorySnapshots
 from megascale.checkpoint.background.service_protocol import OpenedSnapshot, OpenSnapshot
+from megascale.checkpoint.background.staging import StagingSlot
+from megascale.checkpoint.format.index import CheckpointIndex
 
 CONTENT = bytes(range(256)) * 64
 
@@ -22,10 +25,36 @@ class Service:
         self.files: list[int] = []
 
     def request(self, message: OpenSnapshot) -> OpenedSnapshot:
+        self.files = [self.open_memory()]
+        return OpenedSnapshot(state="{}", crcs=(), step=7, size=len(CONTENT))
+
+    def open_memory(self) -> int:
+        """Return a descriptor of the snapshot's memory."""
         handle = os.memfd_create("snapshot")
         os.write(handle, CONTENT)
-        self.files = [handle]
-        return OpenedSnapshot(state="{}", crcs=(), step=7, size=len(CONTENT))
+        return handle
+
+
+def test_a_snapshot_in_a_slot_of_this_process_is_read_from_the_slot(monkeypatch):
+    service = Service()
+    memory = service.open_memory()
+    slot = StagingSlot(memory, CheckpointIndex.make_empty(), [], torch.device("cpu"))
+    monkeypatch.setattr(service, "open_memory", lambda: os.dup(memory))
+    monkeypatch.setattr(snapshot_memory, "fill_pages", lambda *_, **__: pytest.fail("the pages are mapped already"))
+    snapshots = MemorySnapshots(service, "1", [slot])  # type: ignore[arg-type]
+    assert bytes(snapshots.read(3, 10, 300)) == CONTENT[10:300]
+    assert snapshots.find_range(3, 10, 300).memory.tobytes() == CONTENT[10:300]
+    other = MemorySnapshots(Service(), "1", [slot])  # type: ignore[arg-type]
+    assert other.find_range(3, 10, 300).memory is None
+    os.close(memory)
+
+
+def test_memory_that_is_not_page_locked_is_read_instead():
+    """A device would copy from it slowly, and would keep the thread waiting."""
+    memory = Service().open_memory()
+    slot = StagingSlot(memory, CheckpointIndex.make_empty(), [], torch.device("cuda", 0))
+    assert slot.copyable_memory is None
+    os.close(memory)
 
 
 def test_reads_do_not_wait_until_all_pages_are_mapped(monkeypatch):

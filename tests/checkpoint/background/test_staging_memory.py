@@ -17,11 +17,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from megascale.checkpoint import Checkpointer
+from megascale.checkpoint import Checkpointer, end_unused_service
 from megascale.checkpoint.background import early_slots, service, service_protocol, snapshot, staging
 from megascale.checkpoint.background.early_slots import EarlySlots, prepare_slots
 from megascale.checkpoint.background.service import CheckpointService
@@ -37,15 +38,16 @@ from megascale.checkpoint.background.service_protocol import (
     StageSnapshot,
 )
 from megascale.checkpoint.background.staging import StagingSlot, make_rank_index
+from megascale.checkpoint.copies import ShardCopier
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.format.write_plan import make_offer, make_plan
 from megascale.checkpoint.saver import get_dtype_name
 from megascale.checkpoint.storage.base import PAGE
-from megascale.errors import FitError
+from megascale.errors import DataError, FitError
 from megascale.services.conversation import Conversation, read_peer_credentials
 from tests.checkpoint.background.conftest import await_other, background, large_state
 from tests.checkpoint.background.test_pages import resident
-from tests.checkpoint.conftest import blank, cut, full_shards, logical_state, run_group
+from tests.checkpoint.conftest import assert_same, blank, cut, full_shards, logical_state, run_group
 
 NOTHING = CheckpointIndex.make_empty()
 
@@ -112,6 +114,37 @@ def test_staging_memory_that_a_process_has_kept_serves_its_next_checkpointer(run
     assert second.save(3, {"step": 3}, persist=False)
     second.finish(run_ended=False)
     assert Checkpointer(config, run, full_shards(logical_state(8))).load() == {"step": 3}
+
+
+def test_a_process_loads_its_snapshot_from_its_own_slot_and_finds_damage_there(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = background(memory_interval=1, memory_wait=True)
+    first = Checkpointer(config, run, full_shards(logical_state(1)))
+    assert first.save(1, {"step": 1}, persist=False)
+    slots = list(first.leave())
+    copied_bytes: list[int] = []
+    copy_memory = ShardCopier._copy_memory
+
+    def count_and_copy(copier: ShardCopier, memory: np.ndarray, *rest: Any) -> int:
+        copied_bytes.append(memory.nbytes)
+        return copy_memory(copier, memory, *rest)
+
+    monkeypatch.setattr(ShardCopier, "_copy_memory", count_and_copy)
+    tensors = blank(logical_state())
+    assert Checkpointer(config, run, full_shards(tensors), reused_slots=slots).load() == {"step": 1}
+    assert_same(tensors, logical_state(1))
+    assert sum(copied_bytes) == sum(tensor.nbytes for tensor in tensors.values())
+    name = "model.embedding.weight"
+    content = tensors[name].numpy().tobytes()
+    for slot in slots:
+        position = slot.map.find(content)
+        if position >= 0:
+            slot.map[position] ^= 1
+    damaged = Checkpointer(config, run, full_shards(tensors), reused_slots=slots)
+    with pytest.warns(UserWarning, match="is damaged"), pytest.raises(DataError, match=f"other bytes for {name}"):
+        damaged.load()
+    assert not tensors[name].any()
 
 
 def _resize(rank: int, size: int, run: Path, reserve: float) -> Any:
@@ -572,13 +605,12 @@ def test_no_memory_is_ordered_early_if_an_ended_process_has_less(run: Path) -> N
     second.finish(run_ended=False)
 
 
-def test_an_early_order_that_the_service_does_not_answer_is_left_to_the_checkpointer(
-    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Without a limit, the start would wait for the answer for ever."""
-    monkeypatch.setattr(early_slots, "_REPLY_SECONDS", 0.5)
+@contextlib.contextmanager
+def stop_services(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Stop each service to which a thread connects until the context ends. Yield an event that a stop sets."""
     connect = service.connect_checkpoint_service
     stopped: list[int] = []
+    has_stopped = threading.Event()
 
     def connect_and_stop(*arguments: Any) -> Conversation:
         connection = connect(*arguments)
@@ -586,16 +618,45 @@ def test_an_early_order_that_the_service_does_not_answer_is_left_to_the_checkpoi
         os.kill(pid, signal.SIGSTOP)
         stopped.append(pid)
         await_other(lambda: all(is_stopped(task) for task in Path(f"/proc/{pid}/task").iterdir()))
+        has_stopped.set()
         return connection
 
     monkeypatch.setattr(service, "connect_checkpoint_service", connect_and_stop)
     try:
-        early = EarlySlots(background(), run, rank=0, size=PAGE, reserved=PAGE, spare=0, device=torch.device("cpu"))
-        assert early.take() == []
+        yield has_stopped
     finally:
         for pid in stopped:
             os.kill(pid, signal.SIGCONT)
+
+
+def test_an_early_order_that_the_service_does_not_answer_is_left_to_the_checkpointer(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a limit, the start would wait for the answer for ever."""
+    monkeypatch.setattr(early_slots, "_REPLY_SECONDS", 0.5)
+    with stop_services(monkeypatch):
+        early = EarlySlots(background(), run, rank=0, size=PAGE, reserved=PAGE, spare=0, device=torch.device("cpu"))
+        assert early.take() == []
     assert "staging memory was not prepared: timed out" in caplog.text
+
+
+def test_a_rank_that_must_leave_does_not_wait_for_its_early_order(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent may order the rank to leave while the service does not answer."""
+    earlier_descriptors = list_memory_descriptors()
+
+    def check() -> None:
+        raise InterruptedError("leave")
+
+    with stop_services(monkeypatch) as has_stopped:
+        early = EarlySlots(background(), run, rank=0, size=PAGE, reserved=PAGE, spare=0, device=torch.device("cpu"))
+        with pytest.raises(InterruptedError, match="leave"):
+            early.take(check)
+        assert has_stopped.wait(60)
+        early.close()
+        early._thread.join(early_slots._REPLY_SECONDS / 2)
+        assert not early._thread.is_alive()
+        assert early.take(check) == []
+    assert list_memory_descriptors() <= earlier_descriptors
 
 
 def test_early_memory_that_no_checkpointer_takes_is_released(run: Path) -> None:
@@ -605,6 +666,42 @@ def test_early_memory_that_no_checkpointer_takes_is_released(run: Path) -> None:
     early.close()
     with pytest.raises(ValueError, match="closed"):
         len(slot.map)
+
+
+def test_a_trainer_that_ends_before_its_reply_is_a_line_without_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    trainer_socket, service_socket = socket.socketpair()
+    with Conversation(trainer_socket, TO_SERVICE, FROM_SERVICE) as trainer:
+        trainer.send(ListSnapshots())
+    with (
+        Conversation(service_socket, FROM_SERVICE, TO_SERVICE) as conversation,
+        caplog.at_level(logging.INFO, "megascale.checkpoint"),
+    ):
+        CheckpointService(linger=1.0).handle_trainer(conversation)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("listsnapshots has no reply, because the trainer has ended")
+    assert record.exc_info is None
+
+
+def test_a_refused_start_ends_the_service_only_without_a_snapshot(run: Path) -> None:
+    config = background(memory_interval=1, linger=1000)
+    folder = service_protocol.private_folder(run)
+    checkpointer = Checkpointer(config, run, full_shards(logical_state(1)))
+    assert checkpointer.save(1, {"step": 1}, persist=False, wait=True)
+    checkpointer.finish(run_ended=False)
+    end_unused_service(config, run)
+    second = Checkpointer(config, run, full_shards(logical_state(2)))
+    assert second.load() == {"step": 1}
+    second.prepare()
+    second.finish()  # the end of the run
+    await_other(lambda: not folder.exists())
+    end_unused_service(config, run)
+    assert not folder.exists()  # no service starts for this, and no folder stays
+    third = Checkpointer(config, run, full_shards(logical_state(3)))
+    third.prepare()
+    third.finish(run_ended=False)
+    assert folder.exists()
+    end_unused_service(config, run)
+    await_other(lambda: not folder.exists())
 
 
 def list_memory_descriptors() -> set[str]:

@@ -395,6 +395,23 @@ def test_damaged_special_tokens_are_refused(folder, tmp_path) -> None:
         load_chat_template(copy)
 
 
+def test_names_that_the_template_leaves_out_are_counted_in_a_note(tmp_path, folder):
+    named = [{**TURNS[1], "name": "Ada"}, TURNS[2], {**TURNS[3], "name": "Bob"}, {**TURNS[4], "name": "Eva"}]
+    file = write(tmp_path / "chat.jsonl", [{"messages": named}, {"messages": TURNS}])
+    result = build_chat(tmp_path / "out", [file], tokenizer=folder)
+    (note,) = result.manifest.notes
+    assert note.endswith(
+        " leaves out the name of 3 messages (1 of role assistant, 2 of role user); name a template that writes names "
+        "with --chat-template if the model needs them"
+    )
+    template = tmp_path / "names.jinja"
+    template.write_text(
+        CHATML.replace("message['role'] + '\\n'", "message['role'] + ' ' + (message['name'] or '') + '\\n'")
+    )
+    assert "message['name']" in template.read_text()
+    assert build_chat(tmp_path / "named", [file], tokenizer=folder, template=template).manifest.notes == []
+
+
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [

@@ -382,3 +382,20 @@ def test_files_that_contradict_each_other_on_a_blank_are_refused(tmp_path, pre_t
     settings_file.write_text(json.dumps({"add_prefix_space": not adds_blank}))
     with pytest.raises(DataError, match=r"tokenizer_config\.json has add_prefix_space=(true|false), .* set or remove"):
         load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_a_tokenizer_json_is_parsed_once(tmp_path, monkeypatch):
+    """Those of large vocabularies have megabytes."""
+    path = tmp_path / "tokenizer.json"
+    train_tokenizer(["some text"], 300).save(path)
+    text = path.read_text()
+    parsed: list[str] = []
+    parse = json.loads
+
+    def count(document, **options):
+        parsed.append(document)
+        return parse(document, **options)
+
+    monkeypatch.setattr(json, "loads", count)
+    load_tokenizer(path)
+    assert parsed.count(text) == 1

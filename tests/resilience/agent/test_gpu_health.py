@@ -130,8 +130,8 @@ def judged(health: GpuHealth):
 def test_an_xid_event_reaches_the_rule_and_what_follows_it_hides_it_not(nvml):
     health = GpuHealth(nvml)
     try:
-        assert nvml.registered == {"handle 0", "handle 1"}
         assert not judged(health)
+        assert nvml.registered == {"handle 0", "handle 1"}
         nvml.happens(("handle 1", 13))
         assert [g.xid for g in take_reports(health)] == [0, 13]
         nvml.happens(("handle 1", 79), 999, ("handle 1", 45))  # 999: a wait that fails ends nothing
@@ -207,6 +207,23 @@ def test_a_driver_that_does_not_answer_holds_no_heartbeat_up_and_is_told(nvml, m
         assert [g.silent_seconds for g in take_reports(health)] == [0.0, 0.0]
     finally:
         answers.set()
+        health.close()
+
+
+def test_an_agent_starts_while_the_driver_still_frees_the_memory_of_a_killed_rank(nvml, monkeypatch):
+    is_free = threading.Event()
+
+    def initialise() -> None:
+        assert is_free.wait(30)
+
+    monkeypatch.setattr(nvml, "nvmlInit", initialise)
+    health = GpuHealth(nvml)
+    try:
+        assert health.get_newest_reports() == ()
+        is_free.set()
+        assert [report.index for report in take_reports(health)] == [0, 1]
+    finally:
+        is_free.set()
         health.close()
 
 

@@ -191,6 +191,33 @@ def test_shared_memory_counts_as_memory():
         make_manifests(config(resources=["memory=1.5Gi"]), "nodes", 8, "/data/runs/job")
 
 
+@pytest.mark.parametrize(
+    ("resources", "message"),
+    [
+        (["cpus=90"], "has cpus=90, whose name Kubernetes does not accept; write cpu, memory"),
+        (["rdma/=1"], "whose name Kubernetes does not accept"),
+        (["cpu=many"], "has cpu=many, which is not a quantity; write a number"),
+        (["memory=64GiB"], "has memory=64GiB, which is not a quantity"),
+        (["cpu="], "has cpu=, which is not a quantity"),
+        (["cpu=0"], "has cpu=0, which gives the pod nothing"),
+        (["rdma/hca=500m"], "a pod gets whole devices only; write a whole number, such as rdma/hca=1"),
+        (["cpu=8", "cpu=16"], r"has cpu twice \(8 and 16\); remove one"),
+        (["nvidia.com/gpu=4"], "has nvidia.com/gpu=4, and parallel.gpus_per_host=8 requests 8 GPUs per node; remove"),
+    ],
+)
+def test_resources_that_pods_cannot_request_are_refused(resources, message):
+    with pytest.raises(ConfigError, match=message):
+        make_manifests(config(resources=resources), "nodes", 8, "/data/runs/job")
+
+
+def test_resources_in_the_forms_of_kubernetes_are_requested():
+    resources = ["cpu=1500m", "memory=200Gi", "ephemeral-storage=1e9", "hugepages-2Mi=4Gi", "nvidia.com/gpu=8"]
+    (pod,) = find_pods(make_manifests(config(resources=resources), "nodes", 8, "/data/runs/job"))
+    assert container(pod)["resources"]["limits"] == dict(text.split("=") for text in resources)
+    # On CPUs a pod may request GPUs for another purpose.
+    make_manifests(config(resources=["nvidia.com/gpu=4"]), "nodes", 0, "/data/runs/job")
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_every_object_of_a_namespace_names_it(form):
     objects = make_manifests(

@@ -17,7 +17,9 @@ from typer.testing import CliRunner
 from megascale.cli.main import app
 from megascale.config import Config, ResilienceConfig, SlurmConfig, TrainConfig, load
 from megascale.errors import ConfigError
+from megascale.resilience.cluster import slurm
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
+from megascale.resilience.cluster.remote import Host
 from megascale.resilience.cluster.slurm import count_gpus_per_node, expand_counts
 from megascale.resilience.cluster.slurm_container import make_container_arguments
 from megascale.resilience.cluster.slurm_script import make_batch_script
@@ -58,11 +60,17 @@ def test_it_asks_for_one_allocation_with_spares_and_without_evicted_nodes():
         ("partition=gpu", "", "begins with 'partition=gpu', which is not an option; write --partition=gpu"),
         ("--signal=TERM@30", "", "has --signal=TERM@30, and the batch script saves on USR1"),
         ("--signal=USR1@30", "", "write --signal=B:USR1@300"),
-        ("", "5", r"the time limit 5 \(slurm.time\) is 300 s, and the job saves 300 s before it"),
+        ("--ntasks-per-node=8", "", "has --ntasks-per-node, .* use parallel.gpus_per_host"),
+        ("-n 16", "", "has --ntasks, .* use parallel.gpus_per_host"),
+        (
+            "",
+            "5",
+            r"slurm.time=5 is 300 s, and the job saves 300 s .*; set slurm.time=7 \(minutes\) or more, or save .*@239",
+        ),
         ("", "00:06:00", "is 360 s"),
         ("", "5:30", "is 330 s"),
-        ("--time=2 --signal=B:USR1@100", "1-0", "the time limit 2 .* is 120 s, and the job saves 100 s before it"),
-        ("--time 0-0:1", "", "is 60 s"),
+        ("--time=2 --signal=B:USR1@100", "1-0", "resilience.sbatch=--time=2 is 120 s, and the job saves 100 s"),
+        ("--time 0-0:1", "", r"is 60 s, .* set resilience.sbatch=--time=7 \(minutes\) or more$"),
     ],
 )
 def test_options_that_contradict_the_script_are_refused(sbatch, time, message):
@@ -323,6 +331,19 @@ def test_what_is_missing_is_said(tiny, monkeypatch):
         CLUSTERS["slurm"].describe_remote_machines(Config())
     with pytest.raises(ConfigError, match=r"resilience\.cluster=local; add --cluster slurm"):
         CliRunner().invoke(app, ["launch", str(tiny), "--dry-run"], catch_exceptions=False)
+
+
+def test_tasks_per_node_of_the_allocation_have_no_effect_and_a_note(monkeypatch, capsys, tmp_path):
+    for value, note in (("1", ""), ("8", "note: --ntasks-per-node=8 of this allocation has no effect")):
+        monkeypatch.setenv("SLURM_NTASKS_PER_NODE", value)
+        slurm._report_ignored_tasks()
+        output = capsys.readouterr().err
+        assert output.startswith(note)
+        assert bool(output) == bool(note)
+    cluster = slurm.SlurmCluster.__new__(slurm.SlurmCluster)
+    cluster._settings, cluster._job_id, cluster._cores, cluster.run = SlurmConfig(), "7", {}, tmp_path
+    # srun would take the value of the variable without the option.
+    assert "--ntasks-per-node=1" in cluster.make_command(Host("n1", "n1"), ["agent"])
 
 
 def test_lists_of_cores_and_gpus(monkeypatch):

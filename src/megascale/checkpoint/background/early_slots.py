@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from megascale.checkpoint.background import service, service_protocol
 from megascale.checkpoint.background.service_protocol import Allocate, AwaitPages
-from megascale.checkpoint.background.staging import StagingSlot, count_slots
+from megascale.checkpoint.background.staging import CHECK_SECONDS, ServiceConnections, StagingSlot, count_slots
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.config import CheckpointConfig
 from megascale.errors import TrainingError
@@ -46,11 +47,14 @@ class EarlySlots:
         device: torch.device,
     ) -> None:
         self._slots: list[StagingSlot] = []
+        self._is_closed = False
+        self._lock = threading.Lock()  # guards both
+        self._connections = _connect_to_service(config, run)
 
         def order_slots() -> None:
-            self._slots = prepare_slots(
+            slots = _prepare(
+                self._connections,
                 config,
-                run,
                 rank=rank,
                 size=size,
                 reserved=reserved,
@@ -58,21 +62,39 @@ class EarlySlots:
                 device=device,
                 is_complete=False,
             )
+            with self._lock:
+                if not self._is_closed:
+                    self._slots = slots
+                    return
+            _close_slots(slots)
 
         self._thread = threading.Thread(target=order_slots, name="megascale-early-slots", daemon=True)
         self._thread.start()
 
-    def take(self) -> list[StagingSlot]:
-        """Return the slots, which belong to the caller from now on. Later calls return none."""
-        self._thread.join()
-        slots = self._slots
-        self._slots = []
+    def take(self, check: Callable[[], None] = lambda: None) -> list[StagingSlot]:
+        """Return the slots, which belong to the caller from now on. Later calls return none.
+
+        Args:
+            check: called several times per second while the order is not complete. It raises an error if the thread
+                must not wait any longer.
+        """
+        while self._thread.is_alive():
+            check()
+            self._thread.join(CHECK_SECONDS)
+        with self._lock:
+            slots = self._slots
+            self._slots = []
         return slots
 
     def close(self) -> None:
-        """Release slots that were not taken."""
-        for slot in self.take():
-            slot.close()
+        """Release slots that were not taken. An order that is not complete ends, and its thread releases the slots."""
+        with self._lock:
+            self._is_closed = True
+            slots = self._slots
+            self._slots = []
+        if self._thread.is_alive():
+            self._connections.end("the process no longer needs the staging memory that it ordered")
+        _close_slots(slots)
 
 
 def prepare_slots(
@@ -97,12 +119,45 @@ def prepare_slots(
         spare: bytes of the host's memory that must stay free besides `reserved`. Otherwise new slots have `size` bytes.
         is_complete: whether to wait until the slots are mapped and page-locked. Otherwise only order them.
     """
+    return _prepare(
+        _connect_to_service(config, run),
+        config,
+        rank=rank,
+        size=size,
+        reserved=reserved,
+        spare=spare,
+        device=device,
+        is_complete=is_complete,
+    )
+
+
+def _connect_to_service(config: CheckpointConfig, run: Path) -> ServiceConnections:
+    """Return connections to the service of this host, none of which is open yet."""
+    log_file = run / "logs" / "checkpoint-service.log"
+
+    def connect() -> Conversation:
+        return service.connect_checkpoint_service(service_protocol.private_folder(run), config.linger, log_file)
+
+    return ServiceConnections(connect)
+
+
+def _prepare(
+    connections: ServiceConnections,
+    config: CheckpointConfig,
+    *,
+    rank: int,
+    size: int,
+    reserved: int,
+    spare: int,
+    device: torch.device,
+    is_complete: bool,
+) -> list[StagingSlot]:
+    """Return slots as `prepare_slots`, through one of `connections`, whose end ends the wait for the service."""
     if not config.background:
         return []
-    log_file = run / "logs" / "checkpoint-service.log"
     slots: list[StagingSlot] = []
     try:
-        connection = service.connect_checkpoint_service(service_protocol.private_folder(run), config.linger, log_file)
+        connection = connections.open()
         connection.timeout = _REPLY_SECONDS
         try:
             request = Allocate(
@@ -121,14 +176,18 @@ def prepare_slots(
             raise
     except (OSError, TrainingError) as error:
         log.warning("staging memory was not prepared: %s", error)
-        for slot in slots:
-            slot.close()
+        _close_slots(slots)
         return []
     for slot in slots:
         slot.detach(connection)
     if not slots:
         connection.close()
     return slots
+
+
+def _close_slots(slots: Sequence[StagingSlot]) -> None:
+    for slot in slots:
+        slot.close()
 
 
 def _order_slots(slots: list[StagingSlot], connection: Conversation, request: Allocate, device: torch.device) -> None:

@@ -10,11 +10,12 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from megascale.checkpoint.background import snapshot_memory
+from megascale.checkpoint.background.huge_pages import identify_memory
 from megascale.checkpoint.background.service_protocol import ListSnapshots, OpenedSnapshot, OpenSnapshot
 from megascale.checkpoint.copies import FileRange
 from megascale.checkpoint.format.chunks import TensorShard
@@ -23,6 +24,13 @@ from megascale.checkpoint.format.write_plan import data_file_name
 from megascale.checkpoint.loader import AcceptState, ChunkSource, LoadReport, fill_shards
 from megascale.checkpoint.object_collectives import Peers
 from megascale.services.conversation import Conversation
+
+if TYPE_CHECKING:
+    from megascale.checkpoint.background.staging import StagingSlot
+
+# Bytes that a process sends per round if they are on a GPU. A round takes milliseconds besides its bytes.
+_DEVICE_ROUND_BYTES = 128 << 20
+_DEVICE_ROUNDS_AHEAD = 4  # with parts of 16 MB, enough for 32 threads
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,7 @@ class _OpenSnapshot:
     Attributes:
         mapping: the memory. Its pages are mapped when they are first read.
         descriptor: descriptor of the memory, which this object closes.
+        slot_memory: the memory as a slot of this process has it, from which its device can copy; None without a slot.
         is_read: whether bytes of the mapping were read.
     """
 
@@ -76,6 +85,7 @@ class _OpenSnapshot:
     descriptor: int
     message: OpenedSnapshot
     index: bytes
+    slot_memory: np.ndarray | None = None
     is_read: bool = False
 
     def __post_init__(self) -> None:
@@ -90,11 +100,13 @@ class MemorySnapshots:
 
     Args:
         service: conversation with the host's service, or None without a service.
+        slots: staging memory of this process. A snapshot that is in one of the slots is read from there.
     """
 
-    def __init__(self, service: Conversation | None, generation: str) -> None:
+    def __init__(self, service: Conversation | None, generation: str, slots: Sequence[StagingSlot] = ()) -> None:
         self._service = service
         self._generation = generation
+        self._slots = {slot.identity: slot for slot in slots}
         self._opened: dict[int, _OpenSnapshot] = {}
         self._lock = threading.Lock()  # several threads read at the same time
 
@@ -111,12 +123,18 @@ class MemorySnapshots:
                 except OSError:
                     os.close(descriptor)
                     raise
-                self._opened[rank] = _OpenSnapshot(mapping, descriptor, message, index)
+                slot = self._slots.get(identify_memory(descriptor))
+                slot_memory = None
+                if slot is not None and len(slot.map) >= message.size:
+                    slot_memory = slot.copyable_memory
+                self._opened[rank] = _OpenSnapshot(mapping, descriptor, message, index, slot_memory)
             return self._opened[rank]
 
     def read(self, rank: int, start: int, stop: int) -> memoryview:
         """Return the bytes from `start` up to `stop` of a rank's snapshot. Raises OSError as `open`."""
         snapshot = self.open(rank)
+        if snapshot.slot_memory is not None:
+            return snapshot.slot_memory.data[start:stop]
         with self._lock:
             is_first = not snapshot.is_read
             snapshot.is_read = True
@@ -125,6 +143,11 @@ class MemorySnapshots:
                 target=_map_pages, args=(snapshot.mapping,), name="megascale-map-snapshot", daemon=True
             ).start()
         return memoryview(snapshot.mapping)[start:stop]
+
+    def find_range(self, rank: int, start: int, stop: int) -> FileRange:
+        """Return the range from `start` up to `stop` of a rank's snapshot. Raises OSError as `open`."""
+        snapshot = self.open(rank)
+        return FileRange(snapshot.descriptor, 0, snapshot.message.size, snapshot.slot_memory).cut(start, stop)
 
 
 def _map_pages(mapping: mmap.mmap) -> None:
@@ -140,17 +163,27 @@ class MemoryChunks(ChunkSource):
     max_rounds_ahead = 8  # more than for storage, because one thread only checks 2 to 3 GB/s
 
     def __init__(
-        self, name: str, index: CheckpointIndex, state: dict[str, Any], save: MemorySave, snapshots: MemorySnapshots
+        self,
+        name: str,
+        index: CheckpointIndex,
+        state: dict[str, Any],
+        save: MemorySave,
+        snapshots: MemorySnapshots,
+        *,
+        is_on_device: bool,
     ) -> None:
         file_holders = {f"-{data_file_name(rank)}": holders for rank, holders in enumerate(save.holders)}
         super().__init__(name, index, state, {file: file_holders[file] for file in index.files})
         self._snapshots = snapshots
+        if is_on_device:
+            self.round_bytes = _DEVICE_ROUND_BYTES
+            self.max_rounds_ahead = _DEVICE_ROUNDS_AHEAD
 
     def read(self, file: str, start: int, stop: int) -> memoryview:
         return self._snapshots.read(_parse_rank(file), start, stop)
 
     def find_range(self, file: str, start: int, stop: int) -> FileRange:
-        return FileRange(self._snapshots.open(_parse_rank(file)).descriptor, start, stop - start)
+        return self._snapshots.find_range(_parse_rank(file), start, stop)
 
 
 def _parse_rank(file: str) -> int:
@@ -226,22 +259,25 @@ def load_memory_save(
     *,
     accept: AcceptState | None = None,
     covers_model: bool = False,
+    slots: Sequence[StagingSlot] = (),
 ) -> dict[str, Any] | str:
     """Fill shards from a save in memory. Collective.
 
     Args:
         accept, covers_model: as for `loader.load`.
+        slots: staging memory of this process, which may have its snapshot.
 
     Returns:
         The saved state, or a description of the damage, the same on all processes.
     """
-    snapshots = MemorySnapshots(service, save.generation)
+    snapshots = MemorySnapshots(service, save.generation, slots)
     described = describe_memory_save(snapshots, save, peers)
     if isinstance(described, str):
         return described
     name = f"memory, step {save.step}"
     is_new_optimizer = accept is not None and accept(described.state, name)
-    source = MemoryChunks(name, described.index, described.state, save, snapshots)
+    is_on_device = peers.exchange_device.type == "cuda"
+    source = MemoryChunks(name, described.index, described.state, save, snapshots, is_on_device=is_on_device)
     damage = fill_shards(source, shards, peers, report, covers_model=covers_model, is_new_optimizer=is_new_optimizer)
     return damage or described.state
 

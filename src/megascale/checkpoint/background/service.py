@@ -66,6 +66,7 @@ from megascale.services.messages import Message
 
 log = logging.getLogger("megascale.checkpoint.background.service")
 
+_GOODBYE_SECONDS = 10.0  # within which a service starts and replies to the rank of a refused start
 _PAGES_TIMEOUT = 0.5  # seconds within which `AwaitPages` gets a reply, even if the pages are not ready
 
 
@@ -114,6 +115,9 @@ class CheckpointService:
             except EOFError:
                 raise
             except (OSError, SaveFailed, TrainingError, ValueError, KeyError, IndexError) as error:
+                if isinstance(error, ConnectionError) and not trainer.is_connected():
+                    log.info("%s has no reply, because the trainer has ended (%s)", message.do, error)
+                    return
                 log.exception("%s failed", message.do)
                 trainer.send(ErrorReply(str(error)[:2000], type(error).__name__, find_exit_record(error)))
 
@@ -127,8 +131,8 @@ class CheckpointService:
         trainer.send(Registered(self.name, os.getpid(), port))
 
     def on_goodbye(self, trainer: Conversation, message: Goodbye) -> None:
-        """Let the service end as soon as it has no work."""
-        self.lifetime.has_run_ended = True
+        """Let the service end as soon as it has no work, unless the message excludes it."""
+        self.lifetime.has_run_ended = not (message.keeps_snapshots and self._has_snapshots())
         trainer.send(Done())
 
     def on_allocate(self, trainer: Conversation, message: Allocate) -> None:
@@ -284,6 +288,10 @@ class CheckpointService:
                 snapshots.append(_describe_snapshot(rank, slot, is_replica=True))
         trainer.send(SnapshotList(tuple(snapshots), self.name))
 
+    def _has_snapshots(self) -> bool:
+        """Return whether the service has a complete snapshot of a local rank, or a complete replica."""
+        return any(slot.generation for _, slot in self._list_slots() + self._replicas.list_complete())
+
     def _list_slots(self) -> list[tuple[int, Slot]]:
         """Return the slots of all local ranks, each with the rank of its snapshot."""
         with self._lock:
@@ -405,6 +413,21 @@ def start_checkpoint_service(folder: Path, linger: float, log_file: Path) -> Non
     if location.find_service_pid() is None:
         with contextlib.suppress(OSError):  # `connect_checkpoint_service` reports what prevents it
             start_service(location, _make_launch(folder, linger, log_file))
+
+
+def end_unused_service(folder: Path) -> None:
+    """Let the service of `folder` end if it has no snapshot and no trainer. Errors are only logged."""
+    location = locate_service(folder)
+    try:
+        connection = host_service.find_service(location, TO_SERVICE, FROM_SERVICE, seconds=_GOODBYE_SECONDS)
+        if connection is None:
+            with contextlib.suppress(OSError):  # files of a service that is just starting are in the folder
+                folder.rmdir()
+            return
+        with connection, connection.time_limit(_GOODBYE_SECONDS):
+            connection.request(Goodbye(keeps_snapshots=True))
+    except OSError as error:
+        log.warning("the checkpoint service was not informed that the start was refused: %s", error)
 
 
 def _make_launch(folder: Path, linger: float, log_file: Path | None) -> Launch:

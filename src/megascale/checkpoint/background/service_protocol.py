@@ -67,7 +67,14 @@ class Register(Message, frozen=True):
 
 
 class Goodbye(Message, frozen=True):
-    """Report the end of the run. The service may end as soon as it has no work."""
+    """Report the end of the run. The service may end as soon as it has no work.
+
+    Attributes:
+        keeps_snapshots: whether a service with a complete snapshot or replica goes on as before. Set by a start that
+            was refused, since a later start may load the snapshot.
+    """
+
+    keeps_snapshots: bool = False
 
 
 class Allocate(Message, frozen=True):

@@ -31,7 +31,7 @@ from megascale.services.conversation import Conversation
 log = logging.getLogger(__name__)
 
 _REPORT_BYTES = 32 << 20  # bytes between two progress reports to the service
-_CHECK_SECONDS = 0.05  # between two checks whether a waiting thread must go on without the event
+CHECK_SECONDS = 0.05  # between two checks whether a waiting thread must go on without the event
 _PREPARE_TIMEOUT = 600.0  # seconds within which the service must free and clear the memory of a slot
 _REPLICA_TIMEOUT = 5.0  # seconds to wait for one replica, after which its peer counts as late
 
@@ -93,7 +93,7 @@ def wait_for(event: threading.Event, check: Callable[[], None], timeout: float =
         timeout: limit in seconds.
     """
     deadline = time.monotonic() + timeout
-    while not event.wait(min(_CHECK_SECONDS, max(0.0, deadline - time.monotonic()))):
+    while not event.wait(min(CHECK_SECONDS, max(0.0, deadline - time.monotonic()))):
         check()
         if time.monotonic() >= deadline:
             return False
@@ -275,6 +275,13 @@ class StagingSlot:
         if not self.has_failed:
             self.free.set()
         self.prepared.set()
+
+    @property
+    def copyable_memory(self) -> np.ndarray | None:
+        """Return the memory ([size] uint8) if the device can copy from it directly, else None."""
+        if self._device.type == "cuda" and not self._is_page_locked:
+            return None
+        return np.frombuffer(self.map, np.uint8)
 
     def page_lock(self) -> bool:
         """Page-lock the memory at the first call if a device copies into it, and return whether it is page-locked.

@@ -173,6 +173,7 @@ def build_chat(
         dates: dict[str, str] = {}
         if chat_template is not None:
             dates = dict(chat_template.dates)
+            template_notes += _list_name_notes(chat_template)
         notes = [*template_notes, *_list_date_notes(dates), *_list_notes(result.statistics)]
         result.manifest = _make_manifest(
             out, paths, recipe, used_tokenizer, result.statistics, notes=notes, template_dates=dates
@@ -359,6 +360,16 @@ def _make_manifest(
         notes=notes,
         template_dates=template_dates,
     )
+
+
+def _list_name_notes(template: ChatTemplate) -> Iterable[str]:
+    """Yield a note if the template has left out names of messages."""
+    if template.dropped_names:
+        counts = ", ".join(f"{count:,} of role {role}" for role, count in sorted(template.dropped_names.items()))
+        yield (
+            f"the template {template.name} leaves out the name of {template.dropped_names.total():,} messages "
+            f"({counts}); name a template that writes names with --chat-template if the model needs them"
+        )
 
 
 def _list_date_notes(dates: Mapping[str, str]) -> Iterable[str]:

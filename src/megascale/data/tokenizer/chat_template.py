@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -82,6 +83,7 @@ class ChatTemplate:
         has_generation_blocks: whether the template marks the assistant's text.
         dates: texts that renderings have got from `strftime_now`, by its pattern. All renderings have the same time,
             since a span of the assistant is the difference of two of them.
+        dropped_names: number of messages whose `name` the text of their conversation lacks, by role.
 
     Raises DataError if the text is not Jinja.
     """
@@ -93,6 +95,7 @@ class ChatTemplate:
         self.name = name
         self.special_tokens = dict(special_tokens)
         self.dates: dict[str, str] = {}
+        self.dropped_names: Counter[str] = Counter()
         self._time = datetime.now()
         environment = _make_environment()
         environment.globals["strftime_now"] = self._format_time
@@ -176,6 +179,7 @@ class ChatTemplate:
         """
         if tools and self._renders_as(messages, None, text):
             raise self._make_missing_error("the tools")
+        self._count_dropped_names(messages, tools, text)
         last_indices = {message.get("role"): index for index, message in enumerate(messages)}
         last_answer = last_indices.get("assistant", -1)
         for index, message in enumerate(messages):
@@ -202,6 +206,18 @@ class ChatTemplate:
                     f"the template {self.name} writes the list of parts in {name}.content as Python prints it; write "
                     "its text as one string, or name a template that renders parts with --chat-template"
                 )
+
+    def _count_dropped_names(self, messages: Sequence[Message], tools: Any, text: str) -> None:
+        """Count the messages with a `name` if `text`, the rendering, is the same without all names.
+
+        This is no error, since most templates leave names out and most models were trained without them.
+        """
+        roles = [str(message.get("role")) for message in messages if message.get("name")]
+        if not roles:
+            return
+        unnamed_messages = [{key: value for key, value in message.items() if key != "name"} for message in messages]
+        if self._renders_as(unnamed_messages, tools, text):
+            self.dropped_names.update(roles)
 
     def _check_reasoning(self, messages: Sequence[Message], index: int, tools: Any, text: str) -> None:
         """Raise TemplateError if `text`, the rendering, lacks the reasoning of a message."""

@@ -126,14 +126,17 @@ class HuggingFaceTokenizer(Tokenizer):
             Path(path).with_name(CONFIG).write_text(json.dumps({"eos_token": self._configured_end}) + "\n")
 
     @classmethod
-    def from_json(cls, text: str, end_of_document: str | None, source: str) -> HuggingFaceTokenizer:
+    def from_json(
+        cls, text: str, end_of_document: str | None, source: str, *, settings_path: Path | None = None
+    ) -> HuggingFaceTokenizer:
         """Return the tokenizer of a tokenizer.json's contents.
 
         Args:
             text: the contents.
             end_of_document, source: as in the constructor.
+            settings_path: the tokenizer_config.json next to the file, which must not contradict it; None: no check.
 
-        Raises NotATokenizerError for contents of another kind.
+        Raises NotATokenizerError for contents of another kind, and DataError for a contradiction.
         """
         from tokenizers import Tokenizer as Library
 
@@ -148,7 +151,10 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"{source} has model.dropout={dropout}, which gives equal texts different tokens at random; set it to "
                 "null"
             )
-        return cls(library_tokenizer, end_of_document, source=source, record=record)
+        tokenizer = cls(library_tokenizer, end_of_document, source=source, record=record)
+        if settings_path is not None:
+            _check_configured_prefix(settings_path, record)
+        return tokenizer
 
     @classmethod
     def train_bpe(
@@ -306,7 +312,7 @@ def read_configured_end(path: Path) -> str | None:
     return value
 
 
-def check_configured_prefix(path: Path, record: dict[str, Any]) -> None:
+def _check_configured_prefix(path: Path, record: dict[str, Any]) -> None:
     """Raise DataError if a tokenizer_config.json contradicts the tokenizer.json on the blank before a text.
 
     In transformers 4, `add_prefix_space` of the settings wins. In transformers 5 it depends on `tokenizer_class`. So

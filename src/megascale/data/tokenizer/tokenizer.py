@@ -21,7 +21,6 @@ from megascale.data.tokenizer.huggingface_file import (
     CONFIG,
     HuggingFaceTokenizer,
     NotATokenizerError,
-    check_configured_prefix,
     read_configured_end,
 )
 from megascale.errors import ConfigError, DataError
@@ -63,9 +62,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         if has_tiktoken_suffix:
             return tiktoken_file.load_ranks(path, text)
         settings_path = path.with_name(CONFIG)
-        tokenizer = HuggingFaceTokenizer.from_json(text, read_configured_end(settings_path), str(path))
-        check_configured_prefix(settings_path, json.loads(text))
-        return tokenizer
+        return HuggingFaceTokenizer.from_json(
+            text, read_configured_end(settings_path), str(path), settings_path=settings_path
+        )
     except (UnicodeDecodeError, NotATokenizerError) as error:
         raise DataError(
             f"tokenizer {path} is not a {TOKENIZER} that can be read ({error}): {_explain_kind(path, data)}"

@@ -101,8 +101,8 @@ class Agent:
 
     async def run(self) -> None:
         """Serve until the driver or a signal orders the end, or until no driver came for `orphan` seconds."""
+        self.trainers.start_server()  # first, because its imports take seconds, for which the next attempt waits
         await self._end_leftover_processes()  # the agent before this one may have been killed
-        self.trainers.start_server()
         self.lease.start()
         loop = asyncio.get_running_loop()
         for number in termination_signals():

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -52,6 +53,7 @@ class ForkServerLink:
         self._on_end = on_end
         self._log_file = log_file
         self._socket: socket.socket | None = None
+        self._start_time = 0.0  # `time.monotonic()` at the start of the server
         self._read_task: asyncio.Task[None] | None = None
 
     @property
@@ -74,6 +76,7 @@ class ForkServerLink:
                 start_new_session=True,
             )
         server_end.close()
+        self._start_time = time.monotonic()
         self._socket = agent_end
         self.is_ready = False
         self.start_failure = None
@@ -147,6 +150,7 @@ class ForkServerLink:
     def _handle_report(self, message: Message) -> None:
         if isinstance(message, ForkServerReady):
             self.is_ready = True
+            log.info("the fork server has imported its modules in %.2f s", time.monotonic() - self._start_time)
         elif isinstance(message, Broken):
             self.start_failure = message
         self.on_report(message)

@@ -1,6 +1,7 @@
 """Health of a node's GPUs from NVML: counters once per heartbeat, and Xid errors when they occur.
 
-Threads make the calls, because a busy NVIDIA driver, or one with a broken GPU, answers after seconds or never.
+Threads make all calls, because a busy NVIDIA driver, or one with a broken GPU, answers after seconds or never. While it
+frees the memory of a killed rank, a new agent could otherwise not greet its driver.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class GpuHealth:
     """
 
     def __init__(self, nvml: Any = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._nvml: Any = None
+        self._nvml = nvml
         self._handles: dict[int, Any] = {}  # NVML's handles by index of the GPU
         self._xids: XidWatch | None = None
         self._clock = clock
@@ -46,22 +47,14 @@ class GpuHealth:
         self._is_requested = False  # a request has no answer yet
         self._is_stopped = False
         self._condition = threading.Condition()  # guards the four attributes above
-        try:
-            nvml = nvml or importlib.import_module("pynvml")
-            nvml.nvmlInit()
-            self._handles = _find_visible_gpus(nvml)
-        except Exception as error:
-            log.info("GPU health is unavailable: %s", error)
-            return
-        self._nvml = nvml
-        self._xids = XidWatch(nvml, self._handles)
         self._thread = threading.Thread(target=self._run, name="megascale-gpus", daemon=True)
         self._thread.start()
 
     def get_newest_reports(self) -> tuple[GpuReport, ...]:
-        """Return the newest report of each GPU, and request the next ones. Never blocks. Unknown values are 0."""
-        if self._xids is None:
-            return ()
+        """Return the newest report of each GPU, and request the next ones. Never blocks. Unknown values are 0.
+
+        The result is empty until the thread has opened NVML.
+        """
         with self._condition:
             current_time = self._clock()
             wait_seconds = 0.0
@@ -75,6 +68,8 @@ class GpuHealth:
         silent_seconds = wait_seconds if wait_seconds > SILENCE_SECONDS else 0.0
         if silent_seconds and not reports:
             reports = tuple(GpuReport(index, "unknown") for index in self._handles)
+        if self._xids is None:
+            return ()
         return tuple(
             msgspec.structs.replace(report, xid=self._xids.get_worst_xid(report.index), silent_seconds=silent_seconds)
             for report in reports
@@ -87,16 +82,28 @@ class GpuHealth:
 
     def close(self) -> None:
         """End the threads, without waiting for an NVIDIA driver that does not answer."""
-        if self._xids is None:
-            return
         with self._condition:
             self._is_stopped = True
             self._condition.notify_all()
         self._thread.join(2 * EVENT_WAIT_MS / 1000)
-        self._xids.close()
+        if self._xids is not None:
+            self._xids.close()
+
+    def _open(self) -> None:
+        """Open NVML, find the GPUs, and observe their Xid errors. Raises an error if NVML is unavailable."""
+        start_time = time.monotonic()
+        self._nvml = self._nvml or importlib.import_module("pynvml")
+        self._nvml.nvmlInit()
+        self._handles = _find_visible_gpus(self._nvml)
+        self._xids = XidWatch(self._nvml, self._handles)
+        log.info("NVML was opened in %.2f s", time.monotonic() - start_time)
 
     def _run(self) -> None:
-        """Answer requests until `close`. Runs in the thread."""
+        """Open NVML, and answer requests until `close`. Runs in the thread."""
+        try:
+            self._open()
+        except Exception as error:
+            log.info("GPU health is unavailable: %s", error)
         has_failed = False  # a failure was logged
         while True:
             with self._condition:

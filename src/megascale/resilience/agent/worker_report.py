@@ -95,5 +95,6 @@ def _describe_start(trainer: TrainerProcess) -> RankStart | None:
         is_standing=start.is_standing,
         left_age=measure_age(start.left_ns),
         stepped_age=measure_age(start.stepped_ns),
+        kept_step=start.kept_step,
         doubt=trainer.replacement_reason[:_TEXT_CHARACTERS],
     )

@@ -42,6 +42,7 @@ from megascale.resilience.cluster.kubernetes_pods import (
     EXTRA_GRACE,
     make_pod,
     read_patch,
+    read_resources,
 )
 from megascale.resilience.cluster.kubernetes_table import Pod
 from megascale.resilience.cluster.kubernetes_view import STUCK_SECONDS, ClusterView, judge_refusal
@@ -99,11 +100,16 @@ class KubernetesCluster(Cluster):
 
     @classmethod
     def describe_remote_machines(cls, config: Config) -> tuple[int, str]:
-        """Return (GPUs per pod, address of the driver). Raises ConfigError without an image or a usable job name."""
+        """Return (GPUs per pod, address of the driver).
+
+        Raises ConfigError without an image or a usable job name, and for resources that pods cannot request.
+        """
         make_object_name(config.train.name)
         if not config.kubernetes.image:
             raise ConfigError("cluster kubernetes needs the image of the nodes: --kubernetes.image=REGISTRY/NAME:TAG")
-        return count_configured_gpus(config), find_own_address(KubernetesApi(config.kubernetes))
+        gpus = count_configured_gpus(config)
+        read_resources(config.kubernetes, gpus)
+        return gpus, find_own_address(KubernetesApi(config.kubernetes))
 
     def _acquire_job(self) -> None:
         """Acquire the Lease and list the objects of the job, before the driver's loop starts."""

@@ -34,6 +34,11 @@ EXTRA_GRACE = 15  # seconds that a pod has to end beyond resilience.grace_period
 _HOSTNAME = "kubernetes.io/hostname"
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
+# Name of a resource that Kubernetes defines for containers, or PREFIX/NAME of a device plugin.
+_RESOURCE_NAME = re.compile(
+    r"cpu|memory|ephemeral-storage|hugepages-[0-9]+[KMGT]i|[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?"
+)
+_QUANTITY = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([numkMGTPE]|[KMGTPE]i|[eE][+-]?[0-9]+)?")
 _TAINT = re.compile(r"(?P<key>[^=:\s]+)(=(?P<value>[^:\s]*))?(:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?")
 
 
@@ -132,10 +137,7 @@ def _make_container(
 ) -> Json:
     """Return the agent's container (see `make_pod` for the arguments)."""
     settings = config.kubernetes
-    resources = dict(text.split("=", 1) for text in settings.resources)
-    _check_shared_memory(settings.shm, resources.get("memory", ""))
-    if gpus:
-        resources[settings.gpu_resource] = str(gpus)
+    resources = read_resources(settings, gpus)
     security = make_container_security()
     if any(name.startswith("rdma/") for name in resources):
         security["capabilities"]["add"] = ["IPC_LOCK"]  # RDMA must lock the memory that network devices access.
@@ -239,6 +241,53 @@ def _make_resources(resources: Mapping[str, str], shm: str) -> Json:
     if resources:
         return {"requests": requests, "limits": dict(resources)}
     return {"requests": requests}
+
+
+def read_resources(settings: KubernetesConfig, gpus: int) -> dict[str, str]:
+    """Return the resources of a pod by name, GPUs included.
+
+    Args:
+        gpus: GPUs per pod by the layout, 0 for none.
+
+    Raises:
+        ConfigError: Kubernetes would refuse a name or quantity, or kubernetes.resources contradicts another setting.
+    """
+    resources: dict[str, str] = {}
+    for text in settings.resources:
+        name, quantity = text.split("=", 1)
+        if name in resources:
+            raise ConfigError(f"kubernetes.resources has {name} twice ({resources[name]} and {quantity}); remove one")
+        _check_resource(name, quantity)
+        resources[name] = quantity
+    _check_shared_memory(settings.shm, resources.get("memory", ""))
+    requested = resources.get(settings.gpu_resource, "")
+    if gpus and requested not in ("", str(gpus)):
+        raise ConfigError(
+            f"kubernetes.resources has {settings.gpu_resource}={requested}, and parallel.gpus_per_host={gpus} requests "
+            f"{gpus} GPUs per node; remove {settings.gpu_resource} from kubernetes.resources, or set "
+            "parallel.gpus_per_host to the same number"
+        )
+    if gpus:
+        resources[settings.gpu_resource] = str(gpus)
+    return resources
+
+
+def _check_resource(name: str, quantity: str) -> None:
+    """Raise ConfigError for a resource that the API server would refuse."""
+    setting = f"kubernetes.resources has {name}={quantity}"
+    if _RESOURCE_NAME.fullmatch(name) is None:
+        raise ConfigError(
+            f"{setting}, whose name Kubernetes does not accept; write cpu, memory, ephemeral-storage, hugepages-2Mi or "
+            "PREFIX/NAME of a device plugin, such as rdma/hca"
+        )
+    if _QUANTITY.fullmatch(quantity) is None:
+        raise ConfigError(
+            f"{setting}, which is not a quantity; write a number with or without a unit, such as 90 or 64Gi"
+        )
+    if "/" in name and not quantity.isdigit():
+        raise ConfigError(f"{setting}, and a pod gets whole devices only; write a whole number, such as {name}=1")
+    if not any(digit in "123456789" for digit in quantity):
+        raise ConfigError(f"{setting}, which gives the pod nothing; raise it or remove it")
 
 
 def _check_shared_memory(shm: str, memory: str) -> None:

@@ -28,6 +28,7 @@ from megascale.config import Config
 from megascale.core.atomic_files import write_atomically
 from megascale.core.failure import keep_running, log_failure
 from megascale.core.python_process import module_command
+from megascale.core.terminal import print_error
 from megascale.errors import EXIT_INTERRUPTED, ConfigError
 from megascale.resilience.cluster import slurm_standby
 from megascale.resilience.cluster.base import ClusterRequest, count_configured_gpus
@@ -78,6 +79,7 @@ class SlurmCluster(RemoteCluster):
     def describe_remote_machines(cls, config: Config) -> tuple[int, str]:
         """Return (GPUs per node, address of this node). Raises ConfigError outside of a large enough allocation."""
         _check_allocation()
+        _report_ignored_tasks()
         nodelist = os.environ["SLURM_JOB_NODELIST"]
         limits = config.resilience
         node_count = len(_expand_nodelist(nodelist))
@@ -99,6 +101,7 @@ class SlurmCluster(RemoteCluster):
             "--overlap",
             "--nodes=1",
             "--ntasks=1",
+            "--ntasks-per-node=1",  # sbatch passes its own value on in a variable
             f"--nodelist={host.name}",
             # The task gets all cores of the node, since the agent starts the trainers within the task.
             f"--cpus-per-task={self._cores.get(host.name, 1)}",
@@ -280,6 +283,16 @@ def _check_allocation() -> str:
             "look at it, then `sbatch job.sbatch`"
         )
     return os.environ[_JOB_VARIABLE]
+
+
+def _report_ignored_tasks() -> None:
+    """Print a note if sbatch or salloc was called with another number of tasks per node than the batch script has."""
+    tasks = os.environ.get("SLURM_NTASKS_PER_NODE", "1")
+    if tasks != "1":
+        print_error(
+            f"note: --ntasks-per-node={tasks} of this allocation has no effect, because one agent per node starts all "
+            "ranks of the node; parallel.gpus_per_host sets their number"
+        )
 
 
 def _expand_nodelist(nodelist: str) -> list[str]:

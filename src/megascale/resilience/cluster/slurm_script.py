@@ -67,8 +67,10 @@ _BATCH_SIGNAL = re.compile(r"B:(?:SIG)?(?:USR1|10)(?:@(\d+))?", re.IGNORECASE)
 _OWN_OPTIONS = {
     "--array": "slurm.attempts, whose jobs run one after another; jobs at the same time cannot share a run",
     "--nodes": "resilience.nodes and resilience.spares",
+    "--ntasks": "parallel.gpus_per_host for the ranks of a node, which one agent starts",
+    "--ntasks-per-node": "parallel.gpus_per_host for the ranks of a node, which one agent starts",
 }
-_LONG_NAMES = {"-a": "--array", "-N": "--nodes", "-t": "--time"}
+_LONG_NAMES = {"-a": "--array", "-n": "--ntasks", "-N": "--nodes", "-t": "--time"}
 
 
 def make_batch_script(config: Config, gpus: int, overrides: Sequence[str], blocked: Sequence[str], path: str) -> str:
@@ -123,13 +125,20 @@ def _check_options(config: Config) -> None:
                 f"it; write --signal=B:USR1@{SIGNAL_SECONDS}"
             )
         signal_seconds = int(match[1] or _DEFAULT_SIGNAL_SECONDS)
+    if "--time" in options:
+        setting = "resilience.sbatch=--time"
+    else:
+        setting = "slurm.time"
     limit = options.get("--time", config.slurm.time)
     seconds = _parse_time_limit(limit)
     if seconds and seconds <= signal_seconds + _EARLY_SECONDS:
+        remedy = f"set {setting}={(signal_seconds + _EARLY_SECONDS) // 60 + 1} (minutes) or more"
+        latest_signal = seconds - _EARLY_SECONDS - 1
+        if latest_signal > 0:
+            remedy += f", or save later with --resilience.sbatch=--signal=B:USR1@{latest_signal} or less"
         raise ConfigError(
-            f"the time limit {limit} (slurm.time) is {seconds} s, and the job saves {signal_seconds} s before it, or "
-            f"up to {_EARLY_SECONDS} s earlier, so that each job would end before it trains; raise slurm.time, or "
-            "lower the time with --resilience.sbatch=--signal=B:USR1@SECONDS"
+            f"the time limit {setting}={limit} is {seconds} s, and the job saves {signal_seconds} s before it, or "
+            f"up to {_EARLY_SECONDS} s earlier, so that each job would end before it trains; {remedy}"
         )
 
 

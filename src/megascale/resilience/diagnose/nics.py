@@ -12,6 +12,7 @@ import re
 import shutil
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -102,19 +103,36 @@ def _measure_rdma(device: str, port: int) -> SelfCheck:
     """Run ib_write_bw as server and client on one device."""
     name = f"rdma loopback {device}"
     command = ["ib_write_bw", "-d", device, "-p", str(port), "--report_gbits", "-D", "1"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        time.sleep(_RDMA_START_SECONDS)
-        client = subprocess.run(command + ["127.0.0.1"], capture_output=True, text=True, timeout=_RDMA_SECONDS)
-    finally:
-        server.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a failed device may keep the kernel from ending it
-            server.wait(_KILL_SECONDS)
-    # Columns of a result: bytes, iterations, peak and average rate in Gbit/s.
-    rates = re.findall(r"^\s*\d+\s+\d+\s+[\d.]+\s+([\d.]+)", client.stdout, re.M)
-    if client.returncode or not rates:
-        return make_failed_check(name, client.stderr.strip()[:_ERROR_CHARACTERS] or "no result")
+    # Files instead of pipes: a process that the kernel cannot end would keep the pipes open, and a read would wait.
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        client = None
+        try:
+            time.sleep(_RDMA_START_SECONDS)
+            client = subprocess.Popen(command + ["127.0.0.1"], stdout=output, stderr=errors)
+            code = client.wait(_RDMA_SECONDS)
+        except subprocess.TimeoutExpired:
+            return make_failed_check(name, f"no result within {_RDMA_SECONDS:g} s")
+        finally:
+            for process in (client, server):
+                if process is not None:
+                    _kill(process)
+        output.seek(0)
+        errors.seek(0)
+        # Columns of a result: bytes, iterations, peak and average rate in Gbit/s.
+        text = output.read().decode(errors="replace")
+        rates = re.findall(r"^\s*\d+\s+\d+\s+[\d.]+\s+([\d.]+)", text, re.M)
+        if code or not rates:
+            reason = errors.read().decode(errors="replace").strip()
+            return make_failed_check(name, reason[:_ERROR_CHARACTERS] or "no result")
     return SelfCheck(name, "passed", float(rates[-1]) / 8, "GB/s", details="ib_write_bw, 1 s")
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process, and wait for its end for at most _KILL_SECONDS. A failed device may prevent the end."""
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_KILL_SECONDS)
 
 
 def check_streams() -> Iterator[SelfCheck]:

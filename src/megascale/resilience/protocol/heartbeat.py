@@ -26,7 +26,7 @@ class RankStart(Record, frozen=True):
     Attributes:
         process_age: age of the trainer process.
         groups_age, state_age: seconds since it had its communicators, and its model, optimizer and data; -1 before.
-        step, source, is_reused, is_standing: as in StartReport.
+        step, source, is_reused, is_standing, kept_step: as in StartReport.
         left_age: seconds since it had completed the last step of the attempt before, -1 if no order ended that attempt.
         stepped_age: seconds since it had completed its first step, -1 before.
         doubt: why this process replaced one that had survived the fault, "" if it replaced none.
@@ -41,6 +41,7 @@ class RankStart(Record, frozen=True):
     is_standing: bool = False
     left_age: Finite = -1.0
     stepped_age: Finite = -1.0
+    kept_step: Count = 0
     doubt: Name = ""
 
 

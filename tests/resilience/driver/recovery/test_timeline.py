@@ -50,6 +50,21 @@ def test_the_phases_of_a_killed_rank():
     assert copy.to_details() == record.to_details()
 
 
+def test_a_step_that_a_rank_completed_after_its_last_heartbeat_is_lost() -> None:
+    timeline = RecoveryTimeline()
+    first, second = kill_rank_1(timeline)
+    timeline.begin_attempt(100.25)
+    kept = RankStart(process_age=2.2, groups_age=1.5, state_age=1.0, step=7, is_reused=True, kept_step=8)
+    new = RankStart(process_age=2.0, groups_age=1.4, state_age=0.5, step=7, source="a peer's memory")
+    report(first, 103.0, Worker(0, 10, "running", phase="train", step=8, start=kept))
+    report(second, 103.0, Worker(1, 12, "running", phase="train", step=8, start=new))
+
+    record = timeline.finish([first, second], 103.0)
+
+    assert record is not None
+    assert (record.resumed_step, record.lost_steps) == (7, 1)
+
+
 def test_the_time_to_decide_is_divided_by_the_last_node_of_each_stop() -> None:
     timeline = RecoveryTimeline()
     timeline.begin_stop(4, 90.0)

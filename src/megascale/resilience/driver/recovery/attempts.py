@@ -61,7 +61,7 @@ class RecoveryTimeline:
         started: when the newest attempt was ordered.
         starts: number of attempts since the fault.
         decide_seconds: parts of the time from the verdict to the newest attempt, without the rest.
-        complete_step: the furthest step that was complete at the fault.
+        complete_step: the furthest step that was complete in a heartbeat at the fault.
     """
 
     cause: str = ""
@@ -173,7 +173,9 @@ class RecoveryTimeline:
         source = loaded[0] if loaded else ""
         lost_steps = -1  # unknown
         if ready:
-            lost_steps = max(0, self.complete_step - resumed_step)
+            # A rank may have completed a step after its last heartbeat before the fault.
+            kept_steps = [start.kept_step for _, start in reports.values()]
+            lost_steps = max(0, max(self.complete_step, *kept_steps) - resumed_step)
         return RecoveryRecord(
             cause=self.cause,
             starts=self.starts,
