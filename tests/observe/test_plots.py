@@ -74,6 +74,14 @@ def test_gaps_stay_out_of_the_average():
     assert out[1:] == pytest.approx([2, 2, 2])
 
 
+def test_losses_that_are_not_finite_are_counted(tmp_path):
+    warnings: list[str] = []
+    records = read_metrics(run_folder(tmp_path / "run", RECORDS), warnings.append)
+    assert "the loss of 1 of 4 steps is not a finite number" in warnings[0]
+    assert Curves.from_records("run", records, "steps").format_label(0.5).startswith("run: 2.")
+    assert "1 step not finite" in Curves.from_records("run", records, "steps").format_label(0.5)
+
+
 def test_units_keep_numbers_short():
     assert [choose_unit(n)[1] for n in (7, 7e3, 7e6, 7e9, 3e11, 2e13)] == [
         "",

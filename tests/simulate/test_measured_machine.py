@@ -60,6 +60,7 @@ def test_a_gpu_s_figures_keep_its_printed_peak_and_power_limit(measured):
     gemms = [[4096, 4096, 4096, 700.0], [8192, 8192, 8192, 790.0], [2048, 6144, 12288, 730.0]]
     report = figures | {"device": "NVIDIA H200", "memory_gib": 139.8, "processors": 132, "gemms": gemms}
     report |= {"sustained_tflops": 670.0, "watts": 692.0, "copy_gbs": 4170.0, "add_gbs": 4200.0}
+    report["collectives"] = [[2, 320.0, 330.0, 12.0]]  # NVLink's; those of this CPU's processes have other magnitudes
     base = load_cluster("h200-host")
     cluster = make_cluster(report, base, "mine")
     assert cluster.gpu.peak_tflops == base.gpu.peak_tflops

@@ -76,11 +76,11 @@ def make_scenario(
     """
     from megascale.simulate.calibration import load_calibration
     from megascale.simulate.cluster import load_cluster
-    from megascale.simulate.scenario import Scenario, make_engine_software
+    from megascale.simulate.scenario import Scenario, make_engine_software, match_hosts
     from megascale.simulate.software import choose_engine_stack
     from megascale.simulate.software import find_stack as load_stack
 
-    machine = load_cluster(cluster)
+    config, machine = match_hosts(config, load_cluster(cluster))
     stack_name = software or choose_engine_stack(machine)
     stack = load_stack(stack_name)
     constants = load_calibration(calibration, machine.name, stack.family)

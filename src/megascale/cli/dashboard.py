@@ -78,7 +78,11 @@ def dashboard(
     make_tls_context(server_options)  # raises the error of a wrong option before anything starts
     sources = Sources(client.describe_job, client.describe_nodes, plan_run)
     integrations = Integrations(sources, client.send_order)
-    serve(RunList(run), integrations, server_options, typer.echo, browser)
+    runs = RunList(run)
+    for folder in runs.list_unlisted():
+        name = folder.name.encode(errors="replace").decode()
+        typer.secho(f"left out: the name of run {name!r} has characters that cannot be shown", fg="yellow", err=True)
+    serve(runs, integrations, server_options, typer.echo, browser)
 
 
 def _end_with_stdin() -> None:

@@ -65,7 +65,20 @@ def jobs(
         folders = sorted(file.parent for file in runs.glob(f"*/{JOURNAL_FILE}"))
     if not folders:
         raise DataError(f"{runs} holds no run that was started with `megascale launch`")
-    rows = [row for row in map(_describe_job, folders) if row is not None]
+    rows = []
+    errors = []
+    for folder in folders:
+        try:
+            row = _describe_job(folder)
+        except DataError as error:
+            errors.append(error)
+            continue
+        if row is not None:
+            rows.append(row)
+    if errors and len(errors) == len(folders):
+        raise errors[0]
+    for damage in errors:
+        typer.secho(f"left out: {damage}", fg="yellow", err=True)
     if as_json:
         print_json(rows)
         return

@@ -18,7 +18,7 @@ from megascale.cli.help_pages import ReadableGroup, make_readable
 from megascale.core import terminal
 from megascale.core.python_process import leave_working_directory, sleep_at_barriers
 from megascale.core.secrets import hide_secrets
-from megascale.errors import EXIT_FAILED, EXIT_INTERRUPTED, MegascaleError, missing_extra
+from megascale.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, MegascaleError, missing_extra
 
 # Module of this package that registers each command, in the order of --help. Each module has `register(app)`, and
 # imports heavy packages inside its functions only.
@@ -222,6 +222,14 @@ def _is_interruption(error: SystemExit) -> bool:
     return isinstance(context, typer.Exit) and isinstance(context.__cause__, KeyboardInterrupt)
 
 
+def _is_named_by_user(error: OSError) -> bool:
+    """Return whether an argument of the command is the path that cannot be used, or a path within it."""
+    if not isinstance(error.filename, str):
+        return False
+    values = [argument.partition("=")[2] or argument for argument in sys.argv[1:]]
+    return any(value == error.filename or value.startswith(f"{error.filename}{os.sep}") for value in values)
+
+
 def run_app(make_app: Callable[[], typer.Typer]) -> None:
     """Make an app and run it. Errors of the package print a message and exit with their exit code."""
     terminal.ignore_interrupts_at_exit()
@@ -249,7 +257,10 @@ def run_app(make_app: Callable[[], typer.Typer]) -> None:
         sys.exit(EXIT_INTERRUPTED)
     except OSError as error:
         if not terminal.is_output_error(error):
-            raise
+            if not _is_named_by_user(error):
+                raise
+            # An input file has its own errors, so this is a file that an option names for the output.
+            _exit_with(ConfigError(f"{error.filename} cannot be written: {error.strerror}"))
         terminal.ignore_lost_output()  # Python flushes stdout once more at its end
         if error.errno != errno.EPIPE:  # a pipe's reader may close it at any time
             typer.secho(f"error: standard output cannot be written: {error.strerror}", fg="red", err=True)

@@ -12,13 +12,15 @@ from megascale.cli.common import (
     OVERRIDES,
     check_finite,
     check_picture,
+    format_count,
     load_for_gpus,
     make_console,
     parse_numbers,
     print_json,
+    print_marked,
 )
 from megascale.cli.network_packets import packets, tune, validate
-from megascale.errors import ConfigError, DataError
+from megascale.errors import ConfigError, DataError, FitError
 
 if TYPE_CHECKING:
     from megascale.simulate.fabric.topology import Topology
@@ -138,7 +140,7 @@ def _print_topology(built_topology: Topology, failed_links: int) -> None:
         else:
             ratio = "-"
         rows.append([f"{name} switches", f"{switch_counts[name]:,}", f"{cables:,} {kind}", ratio])
-    title = f"{spec.name}: {built_topology.pods} pods"
+    title = f"{spec.name}: {format_count(built_topology.pods, 'pod')}"
     if spec.planes > 1:
         title += f", each of {spec.planes} planes"
     _print_table(title, ["", "count", "cables below", "oversubscription"], rows)
@@ -217,12 +219,20 @@ def placement(
     else:
         host_names = None
     bytes_by_strategy: dict[str, dict[str, list[float]]] = {}  # bytes per tier, by strategy and axis
+    skipped = []
     for name in dict.fromkeys([strategy, *STRATEGIES]):
-        rank_placement = make_placement(traffic.grid, built_topology, name, seed)
+        try:
+            rank_placement = make_placement(traffic.grid, built_topology, name, seed)
+        except FitError as error:
+            if name == strategy:
+                raise
+            skipped.append(f"{name}: {error}")
+            continue
         data = sum_bytes_by_tier(
             built_topology, make_step_flows(rank_placement, "data", traffic.reduce + traffic.gather)
         )
-        pipeline = sum_bytes_by_tier(built_topology, make_step_flows(rank_placement, "pipeline", traffic.pipeline))
+        pipeline_flows = make_step_flows(rank_placement, "pipeline", traffic.pipeline, wrap_share=traffic.wrap_share)
+        pipeline = sum_bytes_by_tier(built_topology, pipeline_flows)
         bytes_by_strategy[name] = {"data": data.tolist(), "pipeline": pipeline.tolist()}
         if name == strategy and out is not None:
             try:
@@ -230,9 +240,11 @@ def placement(
             except OSError as error:
                 raise ConfigError(f"--out={out} cannot be written: {error.strerror or error}") from None
     if as_json:
-        print_json({"tiers": CROSSINGS, "bytes": bytes_by_strategy}, indent=2)
+        print_json({"tiers": CROSSINGS, "bytes": bytes_by_strategy, "left_out": skipped}, indent=2)
     else:
         _print_placements(bytes_by_strategy, gpus)
+        for text in skipped:
+            print_marked(make_console(), "skipped", "yellow", text)
     if plot is not None:
         _plot_placements(bytes_by_strategy, gpus, plot)
 
@@ -246,7 +258,8 @@ def _print_placements(bytes_by_strategy: dict[str, dict[str, list[float]]], gpus
         bytes_by_tier = list(zip(sent_bytes["data"], sent_bytes["pipeline"], strict=True))
         cells = [f"{data / 1e12:.2f} + {pipeline / 1e12:.2f}" for data, pipeline in bytes_by_tier[1:]]
         total = sum(map(sum, bytes_by_tier))
-        rows.append([name] + cells + [f"{sum(bytes_by_tier[-1]) / total:.1%}"])
+        share = sum(bytes_by_tier[-1]) / total if total else 0.0
+        rows.append([name] + cells + [f"{share:.1%}"])
     title = f"TB of a step through each tier, data + pipeline, {gpus:,} GPUs"
     _print_table(title, ["placement"] + list(CROSSINGS[1:]) + ["share over core"], rows)
 
@@ -385,8 +398,8 @@ def flows(
             raise ConfigError(f"--vary={vary!r} must be KEY=A,B, such as leaf_oversubscription=1,2")
         variants = {value: base.with_key(key, value) for value in values.split(",")}
     config = load_for_gpus(file, context.args)
-    with make_console(stderr=True).status(f"simulating the groups of {gpus:,} GPUs on {len(variants)} networks"):
-        rows = vary_network(config, gpus, variants)
+    with make_console(stderr=True).status(f"simulating the groups of {gpus:,} GPUs") as status:
+        rows = vary_network(config, gpus, variants, report=status.update)
     if as_json:
         print_json(rows, indent=2)
     else:
@@ -422,5 +435,6 @@ def _print_flows(rows: list[dict[str, Any]], title: str) -> None:
         "data, with pipeline, pipeline: the slowest group's time relative to full NIC rate, for\n"
         "collectives alone, collectives during pipeline traffic, and transfers between stages;\n"
         "reduce, gather: of gradients and parameters, at that rate; "
-        f"the flow level took {sum(row['wall_s'] for row in rows):.1f} s"
+        f"the flow level took {sum(row['wall_s'] for row in rows):.1f} s;\n"
+        "step: on cluster a100-roce, with which this network is compared (`simulate step --fabric` takes any cluster)"
     )

@@ -14,6 +14,7 @@ from megascale.cli.common import (
     DEFAULT_DEVICE,
     JSON,
     OVERRIDES,
+    check_finite,
     check_picture,
     format_count,
     has_file_argument,
@@ -25,7 +26,7 @@ from megascale.cli.common import (
     print_marked,
     write_text,
 )
-from megascale.errors import ConfigError, FitError
+from megascale.errors import FitError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 # Shipped cluster with a device, on which layouts are compared. For other devices it is DEFAULT_CLUSTER.
 _CLUSTER_BY_DEVICE = {"H200": "h200-host", "B200": "b200-dgx", "H800": "h800", "A100": "a100-roce", "A800": "a800"}
 _MAX_GPUS = 2**17  # largest number of GPUs that is tried to name one for a model that does not fit
+_MAX_DEVICE_GIB = 4096.0  # more is a number of megabytes or bytes
 _MIN_SHOWN_BYTES = 2**30 / 200  # 0.005 GiB; less would be printed as 0.00
 
 _HELP = """Compute the cost of FILE's layout on N GPUs, and check that it divides and fits.
@@ -84,7 +86,12 @@ def plan(
     gpus: int = typer.Option(..., "--gpus", min=1, metavar="N", help="Number of GPUs for the layout."),
     device: str = typer.Option(DEFAULT_DEVICE, "--device", help="Device name, for its memory: H200, H100, A100, ..."),
     device_gib: float | None = typer.Option(
-        None, "--device-gib", min=0.1, help="Memory of a device in GiB; replaces the memory of --device."
+        None,
+        "--device-gib",
+        min=0.1,
+        max=_MAX_DEVICE_GIB,
+        callback=check_finite,
+        help="Memory of a device in GiB; replaces the memory of --device.",
     ),
     plot: Path | None = typer.Option(
         None, "--plot", help="Draw schedule and memory (.png, .svg, .pdf).", callback=check_picture
@@ -95,8 +102,9 @@ def plan(
     as_json: bool = JSON,
 ) -> None:
     from megascale.simulate.planner.layout_cost import make_plan
+    from megascale.simulate.planner.layout_figures import find_device_gib
 
-    memory_gib = device_gib or _find_memory_gib(device)
+    memory_gib = device_gib or find_device_gib(device)
     config = load_for_gpus(file, context.args)
     is_chosen = False
     cluster = None
@@ -168,16 +176,6 @@ def _print_prediction_note(cluster: str) -> None:
     )
 
 
-def _find_memory_gib(device: str) -> float:
-    """Return the memory of a device whose name contains a known one, such as "NVIDIA H200". Raises ConfigError."""
-    from megascale.simulate.planner.layout_figures import DEVICES
-
-    for name, gib in DEVICES.items():
-        if name.lower() in device.lower():
-            return gib
-    raise ConfigError(f"--device={device!r} is unknown ({', '.join(DEVICES)}); give its memory with --device-gib")
-
-
 def _explain_misfit(cost: LayoutCost) -> str:
     """Return the message for a layout that does not fit: the memory, and single changes that would make it fit."""
     remedies = cost.remedies()
@@ -220,7 +218,7 @@ def _print_layout(cost: LayoutCost, console: Console) -> None:
     if parallel.micro_batch_group_size:
         pipeline += f", rounds of {parallel.micro_batch_group_size} micro-batches"
     hosts = f"{format_count(grid.host_count, 'host')} of {parallel.gpus_per_host}"
-    console.print(f"[bold]{train.name}[/bold] on {grid.world_size:,} GPUs")
+    console.print(f"[bold]{train.name}[/bold] on {format_count(grid.world_size, 'GPU')}")
     table = Table(box=None, padding=(0, 2), show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()

@@ -69,10 +69,10 @@ def step(
     cluster: str = CLUSTER,
     calibration: str | None = CALIBRATION,
     software: str | None = SOFTWARE,
-    against: str | None = typer.Option(
-        None,
+    against: str = typer.Option(
+        "auto",
         "--against",
-        help="Stack to compare with; default: Megatron-Core, on A100 the paper's baseline; 'none' disables it.",
+        help="Stack to compare with; 'auto': Megatron-Core, on A100 the paper's baseline; 'none': no comparison.",
     ),
     level: str = LEVEL,
     slow_hosts: float | None = typer.Option(
@@ -140,7 +140,7 @@ def step(
     # The scenario itself comes last, so that its values stand at the end of each output.
     scenarios = [scenario]
     if against != "none":
-        scenarios.insert(0, make_baseline(scenario, against, calibration))
+        scenarios.insert(0, make_baseline(scenario, None if against == "auto" else against, calibration))
     network = simulate_network.choose_network(
         fabric,
         fabric_changes,

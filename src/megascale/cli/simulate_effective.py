@@ -11,6 +11,7 @@ import typer
 from megascale.cli.common import JSON, check_finite, make_console, print_choice, print_json
 from megascale.cli.simulate_measured import CALIBRATION, SOFTWARE
 from megascale.cli.simulate_options import CHOICE_REASON, CLUSTER, FILE, GPUS, PLOT, TOKENS, load_scenario
+from megascale.errors import FitError
 
 
 def effective(
@@ -58,6 +59,8 @@ def effective(
 
       megascale simulate effective examples/gpt-175b.toml --gpus 12288 --spares 4 --plot effective.png
     """
+    import numpy as np
+
     from megascale.simulate import effective as monte_carlo
     from megascale.simulate import render, simulation_plots
     from megascale.simulate.step import estimate_step
@@ -77,7 +80,7 @@ def effective(
         file, context.args, gpus=gpus, cluster=cluster, calibration=calibration, software=software
     )
     step_estimate = estimate_step(scenario)
-    hosts = max(1, gpus // scenario.cluster.gpus_per_host)
+    hosts = -(-gpus // scenario.cluster.gpus_per_host)  # rounded up
     stepping_seconds = step_estimate.days(tokens) * monte_carlo.DAY
     # Half of the trials per interval of the grid are enough to compare intervals.
     best_interval, curve = monte_carlo.find_best_interval(
@@ -86,6 +89,13 @@ def effective(
     outcome = monte_carlo.simulate_run(
         stepping_seconds, hosts, faults=faults, interval=interval or best_interval, trials=trials, seed=seed
     )
+    if not np.isfinite(outcome.wall).all():
+        mean_between_faults = faults.host_mtbf_days * monte_carlo.DAY / hosts
+        raise FitError(
+            f"{stepping_seconds / monte_carlo.DAY:.3g} days of steps with a fault of {hosts:,} hosts every "
+            f"{mean_between_faults:,.0f} s: a simulated run does not end within {monte_carlo.MAX_FAULTS:,} faults; "
+            "lower --tokens or --interval, or raise --host-mtbf"
+        )
     young_daly_interval = monte_carlo.compute_young_daly_interval(faults, hosts)
     wall_days = outcome.wall / monte_carlo.DAY  # [trials]
     record = {
@@ -108,7 +118,8 @@ def effective(
     if as_json:
         print_json(record, indent=2)
     else:
-        _print_effective(record, monte_carlo.SOURCES)
+        sources = monte_carlo.SOURCES | dict.fromkeys(given_rates, "given")
+        _print_effective(record, sources)
         render.print_assumptions([step_estimate], make_console())
         if is_chosen:
             print_choice(scenario.config, CHOICE_REASON)
@@ -119,7 +130,7 @@ def effective(
 
 
 def _print_effective(record: dict[str, Any], sources: dict[str, str]) -> None:
-    """Print the record of `effective`, and the source of each fault rate's default (`sources`, by key)."""
+    """Print the record of `effective`, and the source of each fault rate (`sources`, by key)."""
     console = make_console()
     console.print(
         f"stepping {record['stepping_days']:.2f} days at {record['step_seconds']:.2f} s per step on "

@@ -95,9 +95,10 @@ def load_scenario(
     scenario = make_scenario(config_with_vocabulary, gpus, cluster=cluster, calibration=calibration, software=software)
     if chooses_layout and not has_layout(config):
         return scenario.with_config(choose_layout(scenario)), True
-    complete_config = choose_batch(config_with_vocabulary, gpus)
+    complete_config = choose_batch(scenario.config, gpus)
     # Both functions return the same object if they add nothing.
-    return scenario.with_config(complete_config), complete_config is not config
+    is_chosen = config_with_vocabulary is not config or complete_config is not scenario.config
+    return scenario.with_config(complete_config), is_chosen
 
 
 def make_baseline(scenario: Scenario, stack_name: str | None, calibration: str | None) -> Scenario:

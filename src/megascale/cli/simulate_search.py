@@ -279,11 +279,15 @@ class _LayoutFinder:
 
 def _parse_gpu_range(text: str) -> tuple[int, int]:
     """Return the smallest and the largest number of GPUs of --gpus. They are equal for a single number."""
-    first, _, last = text.partition(":")
+    first, colon, last = text.partition(":")
     try:
-        return int(first), int(last or first)
+        min_gpus = int(first)
+        max_gpus = int(last) if colon else min_gpus
     except ValueError:
         raise ConfigError(f"--gpus={text!r} is neither a number nor a range such as 1024:16384") from None
+    if not 1 <= min_gpus <= max_gpus:
+        raise ConfigError(f"--gpus={text!r}: a range rises from a number of at least 1, such as 1024:16384")
+    return min_gpus, max_gpus
 
 
 def _choose_recompute_modes(option: str | None, config: Config, *, arguments: list[str]) -> list[str]:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from megascale.cli.common import JSON, make_console, print_choice, print_json, print_marked, split_option
+from megascale.cli.common import (
+    JSON,
+    has_file_argument,
+    join_limited,
+    make_console,
+    print_choice,
+    print_json,
+    print_marked,
+    split_option,
+)
 from megascale.cli.simulate_measured import CALIBRATION, SOFTWARE
 from megascale.cli.simulate_options import (
     CHOICE_REASON,
@@ -25,6 +34,12 @@ from megascale.cli.simulate_options import (
     print_skipped,
     write_csv,
 )
+from megascale.errors import FitError
+
+if TYPE_CHECKING:
+    from megascale.simulate.scenario import Scenario
+
+_MAX_PARTIAL_CAUTIONS = 8  # printed cautions that hold for some of the values of a sweep
 
 
 def ablate(
@@ -97,7 +112,9 @@ def sweep(
     cluster: str = CLUSTER,
     calibration: str | None = CALIBRATION,
     software: str | None = SOFTWARE,
-    against: str | None = typer.Option("none", "--against", help="Stack to compare with; 'none' disables it."),
+    against: str = typer.Option(
+        "none", "--against", help="Stack to compare with; 'auto': as in `simulate step`, 'none': no comparison."
+    ),
     level: str = LEVEL,
     memory: bool = MEMORY,
     as_json: bool = JSON,
@@ -115,23 +132,26 @@ def sweep(
       megascale simulate sweep examples/gpt-175b.toml --gpus 3072 --vary cluster.between.gbs=12.5,25,50 --plot nic.png
     """
     from megascale.simulate import simulation_plots
+    from megascale.simulate.defaults import has_layout
     from megascale.simulate.series import parse_vary, sweep_rows
 
     axes = [parse_vary(text) for text in vary]  # (key, values) per --vary
-    # A layout that is chosen for one number of GPUs may not divide for others.
-    chooses_layout = all(key != "gpus" for key, _ in axes)
+    gpu_counts = _list_gpu_counts(axes) or [gpus]
     base, is_chosen = load_scenario(
         file,
         context.args,
-        gpus=gpus,
+        gpus=gpu_counts[-1],
         cluster=cluster,
         calibration=calibration,
         software=software,
-        chooses_layout=chooses_layout,
+        chooses_layout=False,
     )
+    if not has_file_argument(file, context.args) and not has_layout(base.config):
+        base = _choose_swept_layout(base, gpu_counts)
+        is_chosen = True
     scenarios = [base]
     if against != "none":
-        scenarios.insert(0, make_baseline(base, against or "megatron-2023", calibration))
+        scenarios.insert(0, make_baseline(base, None if against == "auto" else against, calibration))
     rows, skipped = sweep_rows(axes, scenarios=scenarios, level=parse_level(level), check_memory=memory)
     keys = [key for key, _ in axes]
     if as_json:
@@ -144,6 +164,34 @@ def sweep(
         write_csv(rows, csv)
     if plot is not None and rows:
         simulation_plots.plot_sweep(rows, keys, plot)
+    if not rows:
+        raise FitError("none of the values can run; change the layout, or leave it out to have it chosen")
+
+
+def _list_gpu_counts(axes: list[tuple[str, list[Any]]]) -> list[int]:
+    """Return the varied numbers of GPUs in rising order. Wrong values are left out, since `vary_scenario` reports them.
+
+    Args:
+        axes: results of `parse_vary`.
+    """
+    counts = [value for key, values in axes if key == "gpus" for value in values]
+    return sorted(count for count in counts if isinstance(count, int) and count >= 1)
+
+
+def _choose_swept_layout(scenario: Scenario, gpu_counts: list[int]) -> Scenario:
+    """Return the scenario with the fastest layout on the smallest number of GPUs for which a layout fits.
+
+    On more GPUs this layout has more data-parallel ranks. Raises FitError if no layout fits any number of GPUs.
+    """
+    from megascale.simulate.defaults import choose_layout
+
+    errors = []
+    for count in gpu_counts:
+        try:
+            return scenario.with_config(choose_layout(replace(scenario, gpus=count)))
+        except FitError as error:
+            errors.append(error)
+    raise errors[-1]
 
 
 def _print_sweep(rows: list[dict[str, Any]], keys: list[str], skipped: list[str]) -> None:
@@ -179,17 +227,32 @@ def _print_sweep(rows: list[dict[str, Any]], keys: list[str], skipped: list[str]
     title = "" if has_stack_column else f"software: {', '.join(stack_names)}"
     if rows:
         render.show_rows(headers, table_rows, console=console, title=title)
-    for text in _list_common_cautions(rows):
+    for text in _list_cautions(rows, keys):
         print_marked(console, "caution", "yellow", text)
     print_skipped(skipped, console)
 
 
-def _list_common_cautions(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the cautions that hold for all rows of at least one software stack."""
+def _list_cautions(rows: list[dict[str, Any]], keys: list[str]) -> list[str]:
+    """Return the cautions of a sweep. Those that do not hold for all rows of a software stack name the values.
+
+    Args:
+        keys: varied keys.
+    """
     common_cautions = []
+    partial_cautions: dict[str, list[str]] = {}  # points for which a caution holds
     for label in dict.fromkeys(row["label"] for row in rows):
-        cautions_by_row = [row["cautions"] for row in rows if row["label"] == label]
-        for text in cautions_by_row[0]:
-            if all(text in row_cautions for row_cautions in cautions_by_row):
-                common_cautions.append(text)
-    return list(dict.fromkeys(common_cautions))
+        rows_of_stack = [row for row in rows if row["label"] == label]
+        for row in rows_of_stack:
+            point = ", ".join(f"{key}={row[key]}" for key in keys)
+            for text in row["cautions"]:
+                if all(text in other["cautions"] for other in rows_of_stack):
+                    common_cautions.append(text)
+                else:
+                    partial_cautions.setdefault(text, []).append(point)
+    cautions = list(dict.fromkeys(common_cautions))
+    for text, points in list(partial_cautions.items())[:_MAX_PARTIAL_CAUTIONS]:
+        cautions.append(f"({join_limited(list(dict.fromkeys(points)), 3)}) {text}")
+    hidden_count = len(partial_cautions) - _MAX_PARTIAL_CAUTIONS
+    if hidden_count > 0:
+        cautions.append(f"{hidden_count} more hold for some of the values; --json lists them")
+    return cautions

@@ -124,7 +124,12 @@ def count_parameters(model: ModelConfig, embeddings: bool = True) -> int:
 
 
 # Dense bf16 peaks in TFLOP/s from the vendors' data sheets, by a part of the name that the driver gives the device.
+# The first entry that matches counts, so variants of a GPU with other peaks stand before it.
 PEAK_TFLOPS = {
+    "H200 NVL": 835.5,
+    "H100 NVL": 835.5,
+    "H100 PCIe": 756.5,
+    "GB200": 2500.0,
     "H200": 989.4,
     "H100": 989.4,
     "H800": 989.4,
@@ -138,7 +143,7 @@ PEAK_TFLOPS = {
 def device_peak_tflops(name: str) -> float | None:
     """Return the dense bf16 peak of a device in TFLOP/s, or None for an unknown device name."""
     for model_name, peak in PEAK_TFLOPS.items():
-        if model_name in name:
+        if model_name.lower() in name.lower():
             return peak
     return None
 

@@ -46,8 +46,12 @@ def read_metrics(run: Path, warn: Callable[[str], None] = lambda text: None) -> 
     damage = reader.describe_damage()
     if damage:
         warn(damage)
-    if not any("loss" in record for record in records):
+    losses = [record["loss"] for record in records if "loss" in record]
+    if not losses:
         raise DataError(f"{file} has no losses; the run has not finished a step yet")
+    gap_count = sum(map(math.isnan, losses))
+    if gap_count:
+        warn(f"{file}: the loss of {gap_count} of {len(losses)} steps is not a finite number; the curve has gaps there")
     return records
 
 
@@ -102,6 +106,9 @@ class Curves:
             label = f"{self.name}: no finite loss"
         else:
             label = f"{self.name}: {last_loss:.3f}"
+            gap_count = sum(map(math.isnan, self.loss))
+            if gap_count:
+                label += f", {gap_count} step{'' if gap_count == 1 else 's'} not finite"
         if self.valid_points:
             _, valid_loss = self.valid_points[-1]
             label += f", held out {valid_loss:.3f}"

@@ -16,7 +16,8 @@ from megascale.core.inventory import resolve_layers
 from megascale.core.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec
 from megascale.core.part_inventories import window_area_fraction
 from megascale.errors import FitError
-from megascale.simulate.software import ATTENTION_KERNELS, RECOMPUTE, Software
+from megascale.simulate.cluster import ATTENTION_KERNELS
+from megascale.simulate.software import RECOMPUTE, Software
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Case:
         layers, hidden, heads, ffn, sequence: the model's sizes.
         gated: whether the MLP has a gate.
         query, kv: widths of the query projection, and of the key or value projection.
+        gate: width of the projection that gates the output of attention; 0 without one.
         vocab: vocabulary with padding.
         causal_share: share of the causal triangle within attention windows, mean over layers.
         tensor, pipeline, data: ranks of the axes.
@@ -95,6 +97,8 @@ class Case:
     experts: Any = 1
     top_k: Any = 1
     expert_parallel: Any = 1
+    gate: Any = 0
+    trains_adapters: Any = False
 
     @classmethod
     def from_model(
@@ -139,6 +143,7 @@ class Case:
             heads=model.heads,
             query=_mean([mixer.heads * mixer.head_size for mixer in attentions], model.heads * model.head_size),
             kv=_mean([mixer.kv_heads * mixer.head_size for mixer in attentions], model.num_kv_heads * model.head_size),
+            gate=_mean([mixer.heads * mixer.head_size * mixer.has_gate for mixer in attentions], 0),
             ffn=_mean([part.width for part in dense], model.ffn),
             gated=model.has_gated_mlp,
             vocab=model.padded_vocab,
@@ -181,6 +186,7 @@ class Case:
             fused_loss=software.fused_loss,
             fused_accumulation=software.fused_accumulation,
             tp_backward_overlap=software.tp_backward_overlap,
+            trains_adapters=software.trains_adapters,
             context=context,
             experts=experts,
             top_k=top_k,
@@ -228,8 +234,10 @@ class Case:
         h = self.hidden
         q = self.query
         f = self.ffn
-        # Query and output projection, key and value projection, and the two or three matrices of the MLP.
-        projections = 2.0 * h * (2 * q + 2 * self.kv) + 2.0 * h * f * self.top_k * np.where(self.gated, 3, 2)
+        # Query and output projection, key and value projection, a gate, and the two or three matrices of the MLP.
+        projections = 2.0 * h * (2 * q + 2 * self.kv + self.gate) + 2.0 * h * f * self.top_k * np.where(
+            self.gated, 3, 2
+        )
         # Attention has two products of 2 FLOPs per channel and key. As in megascale.core.flops, full attention counts
         # all keys of the sequence.
         return projections + 4.0 * self.sequence * q * self.causal_share
@@ -237,7 +245,7 @@ class Case:
     @property
     def layer_parameters(self) -> Any:
         """Weights of one layer on all tensor-parallel ranks together, without biases, norms and routers."""
-        return self.hidden * (2 * self.query + 2 * self.kv) + self.expert_parameters
+        return self.hidden * (2 * self.query + 2 * self.kv + self.gate) + self.expert_parameters
 
     @property
     def expert_parameters(self) -> Any:

@@ -5,17 +5,34 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from megascale.config.text_files import read_toml
 from megascale.errors import ConfigError
 
+# Kernels for attention. A cluster file must give the rates of a kernel that is used, except of "unfused".
+ATTENTION_KERNELS = ("unfused", "flash1", "flash2", "cudnn")
+# A bus bandwidth may exceed the nominal one, since switches that reduce halve the bytes.
+_MAX_BUS_SHARE = 2.0
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def _check_table(table: list[list[float]]) -> list[list[float]]:
+    """Return a table that can be interpolated. Raises ValueError for another form or order of its rows."""
+    is_form_right = bool(table) and all(len(row) == 2 and min(row) > 0 for row in table)
+    if not is_form_right or any(following[0] <= row[0] for row, following in pairwise(table)):
+        raise ValueError("rows are pairs of positive numbers, and the first number rises from row to row")
+    return table
+
+
+_Table = Annotated[list[list[float]], AfterValidator(_check_table)]
 
 
 class GpuSpec(_Section):
@@ -41,7 +58,7 @@ class Kernels(_Section):
     )
     launch_us: float = Field(ge=0, description="gap between dependent kernels")
     gemm_gap_us: float | None = Field(None, ge=0, description="additional gap before a GEMM; absent: unknown")
-    attention: dict[str, list[list[float]]] = Field(
+    attention: dict[str, _Table] = Field(
         description="kernel -> [[sequence, TFLOP/s forward+backward of the causal half], ...], interpolated in log"
     )
 
@@ -61,8 +78,7 @@ class LinkSpec(_Section):
     """Figures of a kind of network link, per GPU and direction."""
 
     gbs: float = Field(gt=0, description="nominal GB/s per GPU and direction")
-    bus: list[list[float]] = Field(
-        min_length=1,
+    bus: _Table = Field(
         description="[[ranks, GB/s], ...]: bus bandwidth of large collectives by group size, interpolated in log",
     )
     p2p_gbs: float = Field(gt=0, description="GB/s of one large send with a concurrent receive")
@@ -172,6 +188,38 @@ def set_value(cluster: ClusterSpec, section_name: str, key: str, value: Any) -> 
         raise ConfigError(f"cluster.{section_name}.{key}={value!r} is wrong: {first['msg']}") from None
 
 
+def _check_units(cluster: ClusterSpec) -> None:
+    """Raise ConfigError for a figure that is wrong by so much that its unit is likely another one."""
+    gpu = cluster.gpu
+    if gpu.name == "cpu":  # has other magnitudes, and links of processes on one host
+        return
+    ranges = {
+        "gpu.peak_tflops": (gpu.peak_tflops, 10.0, 1e5, "TFLOP/s"),
+        "gpu.memory_gbs": (gpu.memory_gbs, 100.0, 1e5, "GB/s"),
+        "gpu.memory_gib": (gpu.memory_gib, 1.0, 4096.0, "GiB"),
+    }
+    for kernel, table in cluster.kernels.attention.items():
+        fastest = max(rate for _, rate in table)
+        ranges[f"kernels.attention.{kernel}"] = (fastest, 0.0, gpu.peak_tflops, "TFLOP/s, at most gpu.peak_tflops")
+    for name in ("inside", "between"):
+        link: LinkSpec = getattr(cluster, name)
+        limit = _MAX_BUS_SHARE * link.gbs
+        unit = f"GB/s (8 Gbit/s each), at most {_MAX_BUS_SHARE:g} times {name}.gbs"
+        ranges[f"{name}.bus"] = (max(gbs for _, gbs in link.bus), 0.0, limit, unit)
+        ranges[f"{name}.p2p_gbs"] = (link.p2p_gbs, 0.0, limit, unit)
+    for key, (value, low, high, unit) in ranges.items():
+        if not low <= value <= high:
+            raise ConfigError(
+                f"cluster {cluster.name!r}: {key}={value:g} lies outside {low:g} to {high:g}; its unit is {unit}"
+            )
+    unknown = sorted(set(cluster.kernels.attention) - set(ATTENTION_KERNELS))
+    if unknown:
+        raise ConfigError(
+            f"cluster {cluster.name!r}: kernels.attention.{unknown[0]} is unknown; kernels are "
+            f"{', '.join(ATTENTION_KERNELS)}"
+        )
+
+
 def validate_cluster(tree: Mapping[str, Any]) -> ClusterSpec:
     """Return the cluster of a parsed file. Raises ConfigError for a wrong value, or a figure without a source."""
     try:
@@ -179,7 +227,10 @@ def validate_cluster(tree: Mapping[str, Any]) -> ClusterSpec:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(p) for p in first["loc"])
-        raise ConfigError(f"cluster key {key}={first['input']!r} is wrong: {first['msg']}") from None
+        raise ConfigError(
+            f"cluster key {key}={first['input']!r} is wrong: {first['msg'].removeprefix('Value error, ')}"
+        ) from None
+    _check_units(cluster)
     figures = {
         f"{section}.{key}"
         for section in ("gpu", "kernels", "power", "host", "inside", "between", "overlap", "stragglers")

@@ -15,7 +15,7 @@ from megascale.simulate.calibration import BOUNDS, load_calibration
 from megascale.simulate.closed import compute_step_parts
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.measured_runs import check_device, load_predictions, match_predictions, measure_run
-from megascale.simulate.scenario import Scenario, make_engine_software
+from megascale.simulate.scenario import Scenario, make_engine_software, match_hosts
 from megascale.simulate.software import choose_engine_stack, find_stack
 from megascale.simulate.step import estimate_step
 
@@ -74,7 +74,8 @@ def explain_run(
     stack_name = software or choose_engine_stack(cluster_model)
     base = find_stack(stack_name)
     fit = load_calibration(calibration, cluster_model.name, base.family)
-    scenario = Scenario(measured.config, measured.gpus, cluster_model, fit, make_engine_software(measured.config, base))
+    config, cluster_model = match_hosts(measured.config, cluster_model)
+    scenario = Scenario(config, measured.gpus, cluster_model, fit, make_engine_software(config, base))
     result = estimate_step(scenario, check_memory=False)
     gap = result.seconds / measured.seconds - 1.0
     position = "inside" if result.low <= measured.seconds <= result.high else "outside"

@@ -166,7 +166,9 @@ def choose_layout(scenario: Scenario) -> Config:
         )
     if not candidates:
         raise FitError(reasons[-1])
-    return min(candidates, key=lambda estimate: estimate.seconds).scenario.config
+    fastest = min(candidates, key=lambda estimate: estimate.seconds).scenario.config
+    # The search has set the data-parallel ranks, which fill the GPUs by themselves.
+    return _change(fastest, "parallel", data=config.parallel.data)
 
 
 def _choose_step_tokens(model: ModelConfig) -> int:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 DAY = 86400.0
-# A trial with more faults than this is given up, since its job would not finish in useful time.
-MAX_FAULTS = 100_000
+# A trial with more faults than this is given up and has infinite time, since its job would not finish in useful time.
+MAX_FAULTS = 10_000
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class LongRunOutcome:
     """Wall-clock time of many simulated runs.
 
     Attributes:
-        wall: [trials] wall-clock seconds.
+        wall: [trials] wall-clock seconds; infinite for trials that were given up.
         work: seconds of steps that each trial needs.
         faults: [trials] number of faults.
         interval: seconds of steps between checkpoints.
@@ -110,14 +110,21 @@ def simulate_run(
         seed: calls with equal seeds have equal faults, so that intervals can be compared without noise.
     """
     mean_between_faults = faults.host_mtbf_days * DAY / hosts
+    cycle = interval + faults.save_stall
+    # Attempts at an interval fail with probability 1 - exp(-cycle / mean).
+    with np.errstate(over="ignore"):
+        expected_faults = max(1.0, work / interval) * np.expm1(
+            min(interval, work) / interval * cycle / mean_between_faults
+        )
+    if expected_faults > MAX_FAULTS:
+        return LongRunOutcome(np.full(trials, np.inf), work, np.full(trials, MAX_FAULTS), interval)
     wall = np.zeros(trials)
     done_work = np.zeros(trials)
     fault_counts = np.zeros(trials, dtype=int)
     # Time at which each spare is available again: when the faulty host that it replaced is repaired.
-    available_at = np.zeros((trials, max(1, faults.spares)))
+    available_at = np.zeros((trials, min(max(1, faults.spares), MAX_FAULTS)))  # no trial uses more spares
     generators = [np.random.default_rng([seed, trial]) for trial in range(trials)]
     is_running = np.ones(trials, dtype=bool)
-    cycle = interval + faults.save_stall
     for _ in range(MAX_FAULTS):
         active = np.flatnonzero(is_running)
         if not len(active):
@@ -149,6 +156,7 @@ def simulate_run(
             available_at[failed, spare] = wall[failed] + repair
         else:
             wall[failed] += repair
+    wall[is_running] = np.inf
     return LongRunOutcome(wall, work, fault_counts, interval)
 
 

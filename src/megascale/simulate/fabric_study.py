@@ -9,7 +9,7 @@ times the ratio of the NICs' bandwidths.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -121,8 +121,14 @@ class AxisTimes:
         return maxima
 
 
-def measure_slowdowns(config: Config, gpus: int, variant: Variant) -> AxisTimes:
-    """Return the slow-downs of a step's transfers for each draw of the hash seeds."""
+def measure_slowdowns(
+    config: Config, gpus: int, variant: Variant, report: Callable[[str], None] | None = None
+) -> AxisTimes:
+    """Return the slow-downs of a step's transfers for each draw of the hash seeds.
+
+    Args:
+        report: called with the progress as text.
+    """
     start = time.perf_counter()
     traffic = estimate_step_traffic(config, gpus)
     grid = traffic.grid
@@ -130,8 +136,13 @@ def measure_slowdowns(config: Config, gpus: int, variant: Variant) -> AxisTimes:
     placement = make_placement(grid, topology, variant.placement, variant.seed)
     times = FabricTimes(
         topology, placement, variant.queue_pairs, variant.draws, variant.polarised, variant.algorithm,
-        outages=variant.outages,
+        outages=variant.outages, wrap_share=traffic.wrap_share,
     )  # fmt: skip
+
+    def announce(kind: str) -> None:
+        """Let progress be reported as that of `kind` of traffic."""
+        if report is not None:
+            times.report = lambda share: report(f"{kind}, {share:.0%} of the flows have finished")
 
     ranks = (0,) if variant.alone else None  # None: all ranks
 
@@ -145,12 +156,15 @@ def measure_slowdowns(config: Config, gpus: int, variant: Variant) -> AxisTimes:
         slowest: Floats = slowdowns.reshape(-1, grid.pipeline, grid.tensor).max(axis=2)
         return slowest
 
+    announce("collectives")
     data = measure_stages()
     data_beside_pipeline = data
     pipeline = np.ones((variant.draws, grid.shards))
     if traffic.pipeline:
         relative_bytes = traffic.pipeline / max(traffic.reduce + traffic.gather, 1.0)
+        announce("collectives during pipeline traffic")
         data_beside_pipeline = measure_stages((("pipeline", relative_bytes),))
+        announce("transfers between stages")
         slowdowns = times.slowdown("pipeline", ranks, offset=variant.offset).for_groups(grid.shards * grid.tensor)
         pipeline = slowdowns.reshape(-1, grid.shards, grid.tensor).max(axis=2)
     return AxisTimes(
@@ -270,8 +284,19 @@ def estimate_steps_on_network(
     return results
 
 
-def vary_network(config: Config, gpus: int, variants: dict[str, Variant]) -> list[dict[str, Any]]:
-    """Return one row per variant with the step's mean seconds, on cluster a100-roce with its shipped calibration."""
+def _prefix_report(report: Callable[[str], None], prefix: str) -> Callable[[str], None]:
+    """Return a function that reports a text after `prefix`."""
+    return lambda text: report(f"{prefix}: {text}")
+
+
+def vary_network(
+    config: Config, gpus: int, variants: dict[str, Variant], report: Callable[[str], None] = lambda text: None
+) -> list[dict[str, Any]]:
+    """Return one row per variant with the step's mean seconds, on cluster a100-roce with its shipped calibration.
+
+    Args:
+        report: called with the progress as text.
+    """
     first = next(iter(variants.values()))
     cluster = load_cluster("a100-roce")
     calibration = load_calibration(None, cluster.name)
@@ -279,14 +304,21 @@ def vary_network(config: Config, gpus: int, variants: dict[str, Variant]) -> lis
         config, gpus, cluster, calibration, make_engine_software(config, find_stack("megascale")), "megascale"
     )
     reference_network = make_reference_network(gpus, config.parallel.gpus_per_host, first)
-    times_by_key = {reference_network.key: measure_slowdowns(config, gpus, reference_network)}
+    times_by_key = {
+        reference_network.key: measure_slowdowns(
+            config, gpus, reference_network, report=_prefix_report(report, "network of the calibration")
+        )
+    }
     ring = RingNetwork(cluster, calibration.constants.dp_efficiency)
     rows = []
-    for name, variant in variants.items():
-        times = times_by_key.get(variant.key) or measure_slowdowns(config, gpus, variant)
+    for number, (name, variant) in enumerate(variants.items(), start=1):
+        prefix = f"network {number} of {len(variants)} ({name})"
+        times = times_by_key.get(variant.key)
+        if times is None:
+            times = measure_slowdowns(config, gpus, variant, report=_prefix_report(report, prefix))
         times_by_key[variant.key] = times
         steps = [
-            estimate_step(scenario, "closed", network=network).seconds
+            estimate_step(scenario, "closed", network=network, check_memory=False).seconds
             for network in make_networks(scenario, ring, times, times_by_key[reference_network.key])
         ]
         data = float(AxisTimes.worst(times.data).mean())

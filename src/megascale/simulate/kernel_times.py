@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from megascale.simulate.case import Case
-from megascale.simulate.cluster import ClusterSpec
-from megascale.simulate.software import ATTENTION_KERNELS
+from megascale.simulate.cluster import ATTENTION_KERNELS, ClusterSpec
 
 # GEMM tiles from which a library may choose: rows, columns, share of the best tile's speed.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8))
@@ -183,7 +182,7 @@ def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
     tokens = case.tokens
     t, h = case.tensor, case.hidden
     # Widths of the projections on a rank.
-    qkv = (case.query + 2 * case.kv) / t
+    qkv = (case.query + 2 * case.kv + case.gate) / t  # with the gate of attention
     inner = case.ffn / t
     up = inner * np.where(case.gated, 2, 1)
     bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
@@ -212,9 +211,10 @@ def _gemms(cluster: ClusterSpec, case: Case, cap: Any) -> tuple[Any, Any]:
         forward = gemm_seconds(cluster, rows, columns, depth, None, cap, case.float8) + input_cast * rows * depth
         backward = gemm_seconds(cluster, rows, depth, columns, None, cap, case.float8) + gradient_cast * rows * columns
         is_float8 = np.logical_and(case.float8, np.logical_not(case.bf16_weight_gradients))
-        backward = backward + gemm_seconds(
+        weight_gradient = gemm_seconds(
             cluster, depth, columns, rows, case.gradient_bytes, cap, is_float8, fused=case.fused_accumulation
         )
+        backward = backward + np.where(case.trains_adapters, 0.0, weight_gradient)
         return times * forward, times * backward
 
     # The tokens that a rank receives are spread evenly over its experts. A dense MLP is one expert for all tokens.

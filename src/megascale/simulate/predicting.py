@@ -12,7 +12,7 @@ from megascale.config.text_files import read_toml
 from megascale.errors import ConfigError
 from megascale.simulate.calibration import load_calibration
 from megascale.simulate.cluster import load_cluster
-from megascale.simulate.scenario import Scenario, make_engine_software
+from megascale.simulate.scenario import Scenario, make_engine_software, match_hosts
 from megascale.simulate.software import find_stack
 from megascale.simulate.step import estimate_step
 
@@ -47,9 +47,10 @@ def predict(plan: Path, cluster: str, calibration: str | None, software: str, no
     ]
     for name, gpus, settings in planned_runs:
         settings = settings + [f"train.name={name}"]
-        config = configuration.load(None, settings)
+        config = configuration.resolve_precision(configuration.load(None, settings), has_bfloat16=True)
+        config, hosts = match_hosts(config, machine)
         result = estimate_step(
-            Scenario(config, gpus, machine, constants, make_engine_software(config, base)), "event", fleet=None
+            Scenario(config, gpus, hosts, constants, make_engine_software(config, base)), "event", fleet=None
         )
         lines += [
             "",

@@ -45,6 +45,9 @@ NO_POWER = 0.19
 HOST_SPREAD = 0.14
 LAUNCH_BOUND = 0.02
 
+# The fastest NICs of 2026 have 800 Gbit/s. A larger figure is likely in Gbit/s.
+FASTEST_NIC_GBS = 100.0
+
 # Share of steps between P10 and P90.
 COVERED = 0.8
 
@@ -213,4 +216,10 @@ def list_cautions(
         if guessed:
             keys = ", ".join(f"between.{k}" for k in guessed)
             reasons.append(f"figures between hosts of {cluster.name} are assumed, not measured: {keys}")
+        nominal_gbs = cluster.between.gbs
+        if nominal_gbs > FASTEST_NIC_GBS:
+            reasons.append(
+                f"between.gbs={nominal_gbs:g} GB/s are {8 * nominal_gbs:,.0f} Gbit/s per GPU and direction, more than "
+                "any NIC has; a NIC of 400 Gbit/s has between.gbs=50"
+            )
     return tuple(reasons)

@@ -15,7 +15,7 @@ from megascale.simulate.calibration import load_calibration
 from megascale.simulate.cluster import list_shipped_clusters, load_cluster
 from megascale.simulate.planner.layout_cost import make_plan
 from megascale.simulate.planner.layout_figures import DEVICES
-from megascale.simulate.scenario import Scenario, make_engine_software
+from megascale.simulate.scenario import Scenario, make_engine_software, match_hosts
 from megascale.simulate.software import choose_engine_stack, find_stack
 from megascale.simulate.step import estimate_step
 
@@ -31,7 +31,7 @@ def plan_run(run: Path, world: int, cluster: str = "") -> dict[str, Any]:
     `cluster` is empty or the step cannot be predicted, and `not_predicted` is the reason.
 
     Args:
-        world: number of ranks.
+        world: number of ranks; 0 if unknown: those of the configuration.
         cluster: name of a cluster that comes with the simulator, or "".
 
     Raises MegascaleError for a configuration that cannot be planned, or for an unknown cluster.
@@ -45,8 +45,12 @@ def plan_run(run: Path, world: int, cluster: str = "") -> dict[str, Any]:
         config = configuration.load(file, keep_unknown_parts=True)
     except (ValueError, RecursionError) as error:
         raise DataError(f"the config.toml of {run.name} is damaged: {error}") from None
+    if not world:
+        world = config.parallel.model_ranks * (config.parallel.data or 1)
     machine = load_cluster(cluster) if cluster else None
     device_gib = DEVICES[_DEFAULT_DEVICE] if machine is None else machine.gpu.memory_gib
+    if machine is not None:
+        config, machine = match_hosts(config, machine)
     plan = make_plan(config, world, device_gib)
     timeline = plan.timeline
     graph = timeline.graph

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -56,14 +57,21 @@ class Scenario:
     is_baseline: bool = False
 
     def with_config(self, config: Config) -> Scenario:
-        """Return the scenario with another configuration, and with the software's switches set accordingly."""
+        """Return the scenario with another configuration, and with the software's switches set accordingly.
+
+        The cluster's hosts change if the configuration's do.
+        """
+        cluster = self.cluster
+        gpus_per_host = config.parallel.gpus_per_host
+        if gpus_per_host != self.config.parallel.gpus_per_host:
+            cluster = cluster.model_copy(update={"gpus_per_host": gpus_per_host})
         if self.base is None:
-            return replace(self, config=config)
+            return replace(self, config=config, cluster=cluster)
         if self.is_baseline:
             software = make_baseline_software(config, self.base)
         else:
             software = make_engine_software(config, self.base)
-        return replace(self, config=config, software=software)
+        return replace(self, config=config, cluster=cluster, software=software)
 
     @property
     def layout(self) -> Layout:
@@ -115,7 +123,10 @@ class Scenario:
         return counts[layout.chunk_map.positions]
 
     def memory_gib(self) -> float:
-        """Return the memory of the fullest rank with the reserve, in GiB (core/memory.py)."""
+        """Return the memory of the fullest rank with the reserve, in GiB (core/memory.py), as `megascale plan` does.
+
+        It is this engine's memory, whichever stack `software` is.
+        """
         layout = self.layout
         # A check of the schedule takes time, and a search estimates many layouts. `estimate_step` checks the schedule.
         schedule = layout.unchecked_schedule()
@@ -126,15 +137,34 @@ class Scenario:
         model = self.config.model.model_copy(update={"block": block})
         config = self.config.model_copy(update={"model": model})
         available_bytes = (self.cluster.gpu.memory_gib - RESERVE_GIB) * GIB
-        # Only CUDA graphs have launches as short as those of MEGASCALE_H200_GRAPHS.
-        has_graphs = self.software.launch_us <= MEGASCALE_H200_GRAPHS.launch_us
         totals = []
         for stage in stages:
             memory, _ = estimate_rank_memory(
-                config, layout.grid, schedule=schedule, stage=stage, available_bytes=available_bytes, has_gpu=has_graphs
+                config, layout.grid, schedule=schedule, stage=stage, available_bytes=available_bytes
             )
             totals.append(memory.total)
         return max(totals) / GIB + RESERVE_GIB
+
+
+def dump_settings(config: Config) -> dict[str, Any]:
+    """Return a configuration as a tree to change, from which `from_tree` makes a configuration.
+
+    The preset is left out, since its values are in the tree. So is the precision if it is not set.
+    """
+    tree = config.model_dump(exclude_none=True)
+    tree["model"].pop("preset", None)
+    if "precision" not in config.train.model_fields_set:
+        tree["train"].pop("precision")
+    return tree
+
+
+def match_hosts(config: Config, cluster: ClusterSpec) -> tuple[Config, ClusterSpec]:
+    """Return both with the same number of GPUs per host: that of the configuration if it is set, else the cluster's."""
+    parallel = config.parallel
+    if "gpus_per_host" in parallel.model_fields_set:
+        return config, cluster.model_copy(update={"gpus_per_host": parallel.gpus_per_host})
+    parallel = parallel.model_copy(update={"gpus_per_host": cluster.gpus_per_host})
+    return config.model_copy(update={"parallel": parallel}), cluster
 
 
 # Cached because a search calls it for every layout.
@@ -178,6 +208,7 @@ def make_engine_software(config: Config, base: Software) -> Software:
         gather_bytes=1 if has_float8_gathers else base.gather_bytes,
         reduce_bytes=2 if parallel.reduce_dtype == "bfloat16" else base.reduce_bytes,
         recompute=parallel.recompute,
+        trains_adapters=config.train.lora is not None,
         tp_overlap=base.tp_overlap and overlap.tensor in ("auto", "fused"),
         pp_overlap=base.pp_overlap and overlap.pipeline,
         dp_overlap=base.dp_overlap and overlap.data,
@@ -205,6 +236,7 @@ def make_baseline_software(config: Config, base: Software = MEGATRON_2023) -> So
         full_sharding=base.full_sharding or parallel.zero == 3,
         float8=base.has_float8 and requests_float8(config),
         recompute=parallel.recompute,
+        trains_adapters=config.train.lora is not None,
     )
 
 

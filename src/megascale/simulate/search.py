@@ -20,7 +20,7 @@ from megascale.simulate.case import Case
 from megascale.simulate.closed import compute_step_parts
 from megascale.simulate.cluster import ClusterSpec
 from megascale.simulate.planner.layout_figures import GIB, RESERVE_GIB
-from megascale.simulate.scenario import Scenario
+from megascale.simulate.scenario import Scenario, dump_settings
 from megascale.simulate.software import RECOMPUTE, Software
 from megascale.simulate.step import StepEstimate, estimate_step
 
@@ -255,7 +255,7 @@ def set_layout(
         micro_batch_group_size: micro-batches of a group; 0: as many as there are stages.
         micro: sequences per micro-batch.
     """
-    tree = config.model_dump(exclude_none=True)
+    tree = dump_settings(config)
     layout_values: dict[str, object] = {
         "tensor": tensor,
         "context": context,
@@ -273,15 +273,13 @@ def set_layout(
         for key in ("context", "context_parts"):
             tree["overlap"].pop(key, None)
     tree["train"] = tree["train"] | {"micro_batch": micro}
-    tree["model"].pop("preset", None)
     return from_tree(tree)
 
 
 def set_zero(config: Config, zero: int) -> Config:
     """Return the configuration with another parallel.zero. Raises ConfigError if its other settings exclude it."""
-    tree = config.model_dump(exclude_none=True)
+    tree = dump_settings(config)
     tree["parallel"]["zero"] = zero
-    tree["model"].pop("preset", None)
     return from_tree(tree)
 
 

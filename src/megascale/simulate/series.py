@@ -11,7 +11,7 @@ from typing import Any
 from megascale.config import from_tree
 from megascale.errors import ConfigError, FitError
 from megascale.simulate.cluster import set_value
-from megascale.simulate.scenario import Scenario
+from megascale.simulate.scenario import Scenario, dump_settings
 from megascale.simulate.software import switch_techniques
 from megascale.simulate.step import Level, StepEstimate, estimate_step
 
@@ -109,10 +109,9 @@ def vary_scenario(scenario: Scenario, key: str, value: Any) -> Scenario:
         return replace(scenario, cluster=set_value(scenario.cluster, parts[1], parts[2], value))
     if len(parts) != 2:
         raise ConfigError(f"--vary {key}: write gpus, section.key or cluster.part.key")
-    tree = scenario.config.model_dump(exclude_none=True)
+    tree = dump_settings(scenario.config)
     if parts[0] not in tree:
         raise ConfigError(f"--vary {key}: there is no section {parts[0]!r}")
-    tree["model"].pop("preset", None)
     tree[parts[0]][parts[1]] = value
     return scenario.with_config(from_tree(tree))
 

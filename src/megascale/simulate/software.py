@@ -12,10 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megascale.errors import ConfigError
-from megascale.simulate.cluster import ClusterSpec
+from megascale.simulate.cluster import ATTENTION_KERNELS, ClusterSpec
 
-# Kernels for attention. A cluster file must give the rates of a kernel that is used, except of "unfused".
-ATTENTION_KERNELS = ("unfused", "flash1", "flash2", "cudnn")
 # Activations that backward recomputes. "core-attention" is Megatron-LM's selective recomputation: scores, softmax and
 # their product with the values.
 RECOMPUTE = ("none", "norms", "activation", "selective", "full", "mlp", "attention", "core-attention")
@@ -73,6 +71,7 @@ class Software:
         fused_loss: the cross-entropy keeps logits in 16 bit, instead of a sequence of kernels in float32.
         fused_accumulation: the GEMM adds to the weight gradient; False: a kernel of autograd adds the result.
         tp_backward_overlap: the collective of an input's gradient overlaps with the GEMM of the weight gradient.
+        trains_adapters: only adapters are trained (train.lora), so that matrices have no gradient, reduction or update.
     """
 
     family: str = "megatron-2023"
@@ -106,6 +105,7 @@ class Software:
     fused_loss: bool = False
     fused_accumulation: bool = True
     tp_backward_overlap: bool = True
+    trains_adapters: bool = False
 
     @property
     def precision(self) -> str:

@@ -310,8 +310,13 @@ def _compute_weight_times(cluster: ClusterSpec, case: Case, network: Network, re
     tied = np.where(
         (case.pipeline > 1) & np.asarray(case.tied, dtype=bool), network.p2p(embedding_bytes, all_near), 0.0
     )
+    # The weights of adapters are so few that their communication and update are left out.
+    share = np.where(case.trains_adapters, 0.0, 1.0)
     return _WeightSeconds(
-        scatter=scatter, gather=gather, tied=tied, optimizer=optimizer_seconds(cluster, case, parameters)
+        scatter=share * scatter,
+        gather=share * gather,
+        tied=share * tied,
+        optimizer=share * optimizer_seconds(cluster, case, parameters),
     )
 
 

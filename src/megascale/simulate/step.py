@@ -15,7 +15,7 @@ from megascale.simulate.closed import compute_step_parts
 from megascale.simulate.event import SimulatedStep, draw_hosts, simulate_step
 from megascale.simulate.network import Network
 from megascale.simulate.prediction_band import estimate_band_width, list_cautions
-from megascale.simulate.scenario import Scenario, requests_float8
+from megascale.simulate.scenario import ATTENTION, Scenario, requests_float8
 
 Level = Literal["closed", "event"]
 
@@ -59,7 +59,13 @@ class StepEstimate:
             return float(case.flops) / (self.seconds * self.scenario.gpus * peak)
         model = self.scenario.config.model.model_copy(update={"window": self.scenario.software.window})
         peak = self.scenario.cluster.gpu.peak_tflops
-        return flops.mfu(model, self.tokens_per_second, self.scenario.gpus, peak)
+        return flops.mfu(
+            model,
+            self.tokens_per_second,
+            self.scenario.gpus,
+            peak_tflops=peak,
+            has_adapters=self.scenario.software.trains_adapters,
+        )
 
     def days(self, tokens: float) -> float:
         """Return the days for training on `tokens` tokens, without failures."""
@@ -222,8 +228,15 @@ def _check_fit(scenario: Scenario, case: Case, memory: float, *, check_memory: b
 
 
 def _check_rates(scenario: Scenario) -> None:
-    """Raise ConfigError if the cluster lacks a rate that the software needs."""
+    """Raise ConfigError if the cluster lacks a rate that the configuration or the software needs."""
     cluster, software = scenario.cluster, scenario.software
+    train = scenario.config.train
+    is_set = "precision" in train.model_fields_set
+    if is_set and train.precision != "bfloat16" and cluster.gpu.name != "cpu":
+        raise ConfigError(
+            f"train.precision={train.precision} has no price: the rates of {cluster.name} are those of bfloat16; set "
+            "--train.precision=bfloat16 (`megascale plan` gives memory and FLOPs in any precision)"
+        )
     if software.float8 and cluster.gpu.float8_tflops is None:
         raise ConfigError(
             f"train.linear_precision={scenario.config.train.linear_precision}: cluster {cluster.name} gives "
@@ -232,9 +245,18 @@ def _check_rates(scenario: Scenario) -> None:
         )
     if software.attention not in ("unfused", *cluster.kernels.attention):
         raise ConfigError(
-            f"cluster {cluster.name} gives no rate for attention kernel {software.attention!r}; "
-            f"add kernels.attention.{software.attention} to its file"
+            f"cluster {cluster.name} gives no rate for attention kernel {software.attention!r} of "
+            f"{scenario.label}; name a stack with one of its kernels ({', '.join(cluster.kernels.attention)}), such as "
+            f"megatron-core-h200 for cudnn, or add kernels.attention.{software.attention} to its file"
         )
+
+
+def _list_unpriced_settings(scenario: Scenario) -> list[str]:
+    """Return sentences on settings of this engine's kernels that the estimate does not price."""
+    kernel = scenario.config.kernels.attention
+    if kernel == "auto" or kernel in ATTENTION:
+        return []
+    return [f"kernels.attention={kernel} has no rates: attention is priced with those of {scenario.software.attention}"]
 
 
 def _list_unpriced(scenario: Scenario) -> tuple[str, ...]:
@@ -244,6 +266,17 @@ def _list_unpriced(scenario: Scenario) -> tuple[str, ...]:
         notes.append(f"memory is this engine's: that of {scenario.label} is not modelled (--no-memory skips the check)")
     if requests_float8(scenario.config) and not scenario.software.float8:
         notes.append(f"{scenario.label} has no float8: it is priced in bfloat16")
+    if not scenario.is_baseline:
+        notes += _list_unpriced_settings(scenario)
+    if scenario.software.trains_adapters:
+        notes.append(
+            "train.lora: the kernels and messages of adapters have no price, and no measured step was compared"
+        )
+    optimizer = scenario.config.optimizer.name
+    if optimizer != "adamw":
+        notes.append(f"optimizer.name={optimizer}: its update is priced as that of adamw")
+    if scenario.config.data.document_mask:
+        notes.append("data.document_mask: attention is priced over whole sequences, which takes longer")
     if scenario.config.optimizer.offload:
         notes.append("optimizer.offload moves state over the host's bus in each update, which has no price")
     if scenario.config.parallel.zero3_keep_layers:

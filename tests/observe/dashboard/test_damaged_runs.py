@@ -22,9 +22,10 @@ from typer.testing import CliRunner
 from megascale.cli.main import app
 from megascale.core.calls import CallLog
 from megascale.core.status import StatusFile
-from megascale.errors import MegascaleError
+from megascale.errors import DataError, MegascaleError
 from megascale.observe.dashboard import questions
 from megascale.observe.dashboard.questions import Questions, Sources
+from megascale.observe.dashboard.run_reader import RunList, _describe_clock
 from megascale.observe.store.frames import COUNTER, COUNTERS, ROLLUP, ROLLUPS, SPANS, FrameHead, pack_frame
 from megascale.observe.store.spool import pack_header, read_segment, save_orphan
 from megascale.observe.store.tables import SpanTables
@@ -313,3 +314,28 @@ def test_files_of_any_length_take_bounded_memory(copied):
         command("spans", run)
         command("events", run, "--all")
         command("plot", run)
+
+
+def test_a_clock_that_goes_back_is_named():
+    steady = {"time": np.array([1.0, 2.0, np.nan, 3.0])}
+    assert _describe_clock(steady) == []
+    assert _describe_clock({}) == []
+    (note,) = _describe_clock({"time": np.array([1000.0, 400.0, 401.0])})
+    assert "went back by 600 s" in note
+
+
+def test_spans_of_a_folder_whose_name_is_not_utf8_are_refused(tmp_path):
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    (folder / "spans" / "host=0").mkdir(parents=True)
+    with pytest.raises(DataError, match="not UTF-8"):
+        SpanTables(folder)
+
+
+def test_runs_whose_names_cannot_be_shown_are_counted(tmp_path):
+    odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    for folder in (odd, tmp_path / "plain"):
+        folder.mkdir()
+        (folder / "metrics.jsonl").touch()
+    runs = RunList(tmp_path)
+    assert runs.list_names() == ["plain"]
+    assert runs.list_unlisted() == [odd]

@@ -62,7 +62,7 @@ def test_ecmp_prints_both_forms():
 def test_commands_that_take_long_say_on_a_terminal_what_they_do(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert "hashing the flows 20 times" in network("ecmp", *SMALL, "--draws", "20", "--queue-pairs", "1")
-    assert "simulating the groups of 256 GPUs" in network("flows", *MODEL_ON_SMALL)
+    assert "network 1 of 1 (this network): " in network("flows", *MODEL_ON_SMALL)
 
 
 def test_tune_writes_the_environment(tmp_path):

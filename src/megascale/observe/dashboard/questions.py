@@ -230,7 +230,7 @@ class Questions:
             recent = np.sort(recent[recent > 0])  # drops NaN, which stands for a missing value
             if recent.size:
                 medians[key] = float(recent[recent.size // 2])
-        plan = self._sources.plan(run, max(1, world), cluster)
+        plan = self._sources.plan(run, world, cluster)
         return {"plan": plan, "world": world, "measured": medians, "step": reader.metrics.latest.get("step")}
 
 

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megascale.config.text_files import decode_text
 from megascale.core.calls import read_calls
 from megascale.core.events import Event, is_plausible_time
@@ -34,6 +36,7 @@ from megascale.observe.hang.evidence import read_process_state
 ReadJob = Callable[[Path], dict[str, Any] | None]  # returns the state of a run's driver or journal
 # A folder that contains one of these is a run folder.
 _RUN_FILES = ("metrics.jsonl", "events.jsonl", "journal.sqlite", "config.toml", "spans")
+_MIN_CLOCK_JUMP_SECONDS = 10.0  # the clocks of hosts differ by less
 _MAX_RUNS = 2000
 _MAX_EVENTS = 20_000
 _MAX_CONFIG_BYTES = 1 << 20
@@ -92,6 +95,17 @@ class RunList:
         runs = [(_read_last_write_time(self.folder / name), name) for name in names if _is_run(self.folder / name)]
         return [name for _, name in sorted(runs, reverse=True)[:_MAX_RUNS]]
 
+    def list_unlisted(self) -> list[Path]:
+        """Return the run folders that the pages leave out, because their names are not plain text."""
+        if self.is_single:
+            return []
+        try:
+            with os.scandir(self.folder) as entries:
+                folders = [Path(entry.path) for entry in entries if not is_plain_name(entry.name) and entry.is_dir()]
+        except OSError:
+            return []
+        return sorted(folder for folder in folders if _is_run(folder))
+
     def find_folder(self, name: str) -> Path:
         """Return the folder of a run. Raises DataError if there is no run of that name."""
         if self.is_single and name == self.list_names()[0]:
@@ -99,6 +113,20 @@ class RunList:
         if not self.is_single and is_plain_name(name) and _is_run(self.folder / name):
             return self.folder / name
         raise DataError(f"there is no run {name[:100]!r} in {self.folder}")
+
+
+def _describe_clock(columns: dict[str, Any]) -> list[str]:
+    """Return a sentence if the times of steps go back, in a list that is otherwise empty.
+
+    Args:
+        columns: columns of MetricColumns, in the order in which the records were written.
+    """
+    times = columns.get("time", np.zeros(0))
+    times = times[np.isfinite(times)]
+    largest_jump = float(np.max(times[:-1] - times[1:], initial=0.0))
+    if largest_jump < _MIN_CLOCK_JUMP_SECONDS:
+        return []
+    return [f"the clock went back by {largest_jump:,.0f} s between two steps: effective time and lost time are wrong"]
 
 
 def _is_run(folder: Path) -> bool:
@@ -380,6 +408,7 @@ class RunReader:
             elif tail.damaged:
                 plural = "s" if tail.damaged > 1 else ""
                 notes.append(f"{tail.damaged:,} line{plural} of {name} could not be read and were skipped")
+        notes += _describe_clock(self.metrics.read_columns())
         _, settings_error = self.read_settings()
         notes += [text for text in (settings_error, job_error) if text]
         if not (self.path / "spans").is_dir():

@@ -60,6 +60,13 @@ class SpanTables:
     def __init__(self, run: Path, threads: int | None = None, memory: str = "1GB") -> None:
         import duckdb
 
+        try:
+            str(run.absolute()).encode()
+        except UnicodeEncodeError:
+            raise DataError(
+                f"{str(run).encode(errors='replace').decode()}: DuckDB reads no path with bytes that are not UTF-8; "
+                "rename the folder, or name a link to it"
+            ) from None
         if (run / "spans").is_dir():
             self.folder = run / "spans"
         else:

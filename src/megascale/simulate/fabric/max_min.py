@@ -6,6 +6,8 @@ slow convergence are not modelled. On permutation traffic the results match Swif
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from megascale.errors import ConfigError, FitError
@@ -82,7 +84,13 @@ def compute_fair_rates(paths: Ints, bandwidth: Floats) -> Floats:
     return Sharing(paths, bandwidth).rates(np.ones(len(paths), bool))
 
 
-def compute_finish_times(paths: Ints, sizes: Floats, bandwidth: Floats, tolerance: float = 0.0) -> Floats:
+def compute_finish_times(
+    paths: Ints,
+    sizes: Floats,
+    bandwidth: Floats,
+    tolerance: float = 0.0,
+    report: Callable[[float], None] | None = None,
+) -> Floats:
     """Return the seconds at which flows finish, [F]. All start at once; rates are computed again whenever some finish.
 
     Args:
@@ -92,6 +100,7 @@ def compute_finish_times(paths: Ints, sizes: Floats, bandwidth: Floats, toleranc
         tolerance: relative error that is allowed for speed. Flows that finish within this share of the elapsed time end
             in one round, so that a step of 12,288 GPUs takes some hundred rounds instead of ten thousand. Freed
             bandwidth is used from the next round on, so finish times may be late by about this share, but not early.
+        report: called after each round with the share of flows that have finished.
     """
     if (sizes < 0).any():
         raise ConfigError(f"a flow of {sizes.min():g} bytes: sizes must be 0 or more")
@@ -101,6 +110,8 @@ def compute_finish_times(paths: Ints, sizes: Floats, bandwidth: Floats, toleranc
     time = 0.0
     while True:
         is_active = np.isinf(finish)
+        if report is not None:
+            report(1.0 - float(is_active.mean()))
         if not is_active.any():
             return finish
         rates = sharing.rates(is_active)

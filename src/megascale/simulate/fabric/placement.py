@@ -202,14 +202,21 @@ def sum_bytes_by_tier(topology: Topology, flows: Flows) -> Floats:
 
 
 def make_step_flows(
-    placement: Placement, axis: str, size: float, algorithm: str = "ring", passes: float = 1.0
+    placement: Placement,
+    axis: str,
+    size: float,
+    algorithm: str = "ring",
+    passes: float = 1.0,
+    *,
+    wrap_share: float = 1.0,
 ) -> Flows:
     """Return the flows between hosts of all groups of an axis at once.
 
     Args:
         axis: "data": each group has a collective of `size` bytes. "pipeline": every rank sends `size` bytes to the same
-            rank of the next stage, and as many back. The last stage sends to the first, as in interleaved schedules.
+            rank of the next stage, and as many back.
         algorithm, passes: of the collective (collective_flows.py).
+        wrap_share: bytes between the last and the first stage, relative to `size` (StepTraffic.wrap_share).
     """
     if axis == "data":
         return make_collective_flows(algorithm, placement.groups("data"), size, placement.nics, passes)
@@ -220,7 +227,9 @@ def make_step_flows(
         return Flows.from_arrays([], [], [])
     successors = np.roll(members, -1, axis=1)
     group_indices = np.repeat(np.arange(len(members)), members.shape[1])
-    forward = Flows.from_arrays(members.ravel(), successors.ravel(), size, group_indices)
-    backward = Flows.from_arrays(successors.ravel(), members.ravel(), size, group_indices)
+    sizes = np.full(members.shape, size)
+    sizes[:, -1] = wrap_share * size
+    forward = Flows.from_arrays(members.ravel(), successors.ravel(), sizes.ravel(), group_indices)
+    backward = Flows.from_arrays(successors.ravel(), members.ravel(), sizes.ravel(), group_indices)
     both_directions = Flows.join(forward, backward)
     return drop_flows_within_hosts(both_directions, placement.nics)

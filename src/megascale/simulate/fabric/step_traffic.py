@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megascale.config import Config
+from megascale.core.adapters import AdapterSpec
 from megascale.core.grid import Grid
-from megascale.core.parameter_counts import count_stage_parameters
+from megascale.core.layout import lay_out
 from megascale.core.tensors import DTYPE_BYTES
-from megascale.core.traffic import check_priced_axes, gathered_bytes
+from megascale.core.traffic import check_priced_axes, estimate_stage_traffic
 from megascale.errors import FitError
 
 
@@ -18,10 +19,13 @@ class StepTraffic:
 
     Attributes:
         grid: the job's grid.
-        reduce: bytes of the rank's gradients, which are reduce-scattered once per step.
-        gather: bytes of the rank's parameters, which are all-gathered once per step.
+        reduce: bytes of gradients that enter reduce-scatters in a step. From ZeRO-2 on, each micro-batch reduces its
+            gradients; an all-reduce (ZeRO-0) counts twice.
+        gather: bytes of parameters that all-gathers return in a step. ZeRO-3 gathers them for each pass.
         activation: bytes of one transfer between stages.
         transfers: number of transfers per step, rank and direction.
+        wrap_share: transfers between the last and the first stage, relative to those between other stages. Only
+            schedules with several chunks per stage have them.
     """
 
     grid: Grid
@@ -29,6 +33,7 @@ class StepTraffic:
     gather: float
     activation: float
     transfers: int
+    wrap_share: float
 
     @property
     def pipeline(self) -> float:
@@ -39,11 +44,10 @@ class StepTraffic:
 def estimate_step_traffic(config: Config, gpus: int) -> StepTraffic:
     """Return the traffic of the first stage, which is the fullest. Raises FitError if sizes do not divide."""
     model = config.model
-    parallel = config.parallel
+    parallel = config.parallel.model_copy(update={"data": None})
     train = config.train
-    grid = Grid.from_config(parallel.model_copy(update={"data": None}), gpus)
+    grid = Grid.from_config(parallel, gpus)
     check_priced_axes(grid)
-    parameters = count_stage_parameters(model, parallel, 0)
     itemsize = DTYPE_BYTES[train.precision]
     if train.global_batch % (grid.replicas * train.micro_batch):
         raise FitError(
@@ -51,16 +55,30 @@ def estimate_step_traffic(config: Config, gpus: int) -> StepTraffic:
             f"train.micro_batch={train.micro_batch}; use a multiple of {grid.replicas * train.micro_batch}"
         )
     micro_batches = train.global_batch // (grid.replicas * train.micro_batch)
-    reduce_itemsize = itemsize if parallel.reduce_dtype == "bfloat16" else max(4, itemsize)
+    layout = lay_out(config.model_copy(update={"parallel": parallel}), gpus)
+    sent = estimate_stage_traffic(
+        model,
+        parallel,
+        grid=grid,
+        schedule=layout.unchecked_schedule(),
+        stage=0,
+        micro_batch=train.micro_batch,
+        precision=train.precision,
+        linear_precision=train.linear_precision,
+        adapters=AdapterSpec.from_config(train),
+    )
+    # In a ring of n ranks, a rank sends (n-1)/n of the bytes.
     reduce = 0.0
     gather = 0.0
     if grid.shards > 1:
-        reduce = float(parameters * reduce_itemsize)
-        gather = float(gathered_bytes(model, parallel, 0, train.precision, train.linear_precision, grid.shards))
+        reduce = sent.data_reduce * grid.shards / (grid.shards - 1)
+        gather = sent.data_gather * grid.shards / (grid.shards - 1)
+    chunks = parallel.virtual_stages
     return StepTraffic(
         grid=grid,
         reduce=reduce,
         gather=gather,
         activation=model.sequence_length * train.micro_batch * model.hidden * itemsize / (grid.tensor * grid.context),
-        transfers=micro_batches * parallel.virtual_stages if grid.pipeline > 1 else 0,
+        transfers=micro_batches * chunks if grid.pipeline > 1 else 0,
+        wrap_share=(chunks - 1) / chunks,
     )

@@ -7,7 +7,7 @@ step model multiplies the bandwidth terms of its times by the slow-downs (simula
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -78,6 +78,8 @@ class FabricTimes:
         algorithm: algorithm of data-parallel collectives.
         tolerance: tolerance of `max_min.compute_finish_times`.
         outages: failed parts with their times.
+        wrap_share: as in `make_step_flows`.
+        report: as in `max_min.compute_finish_times`.
     """
 
     topology: Topology
@@ -88,6 +90,8 @@ class FabricTimes:
     algorithm: str = "ring"
     tolerance: float = 0.02
     outages: tuple[Outage, ...] = ()
+    wrap_share: float = 1.0
+    report: Callable[[float], None] | None = None
     _table: dict[tuple[object, ...], Slowdown] = field(default_factory=dict, repr=False)
     _fabrics: dict[tuple[str, ...], Topology] = field(default_factory=dict, repr=False)
 
@@ -126,7 +130,8 @@ class FabricTimes:
     def _measure(
         self, axis: str, groups: Ints | None, concurrent: Sequence[tuple[str, float]], topology: Topology
     ) -> Slowdown:
-        flows = make_step_flows(self.placement, axis, 1e9, self.algorithm if axis == "data" else "ring")
+        algorithm = self.algorithm if axis == "data" else "ring"
+        flows = make_step_flows(self.placement, axis, 1e9, algorithm, wrap_share=self.wrap_share)
         group_count = len(self.placement.groups(axis))
         if groups is not None:
             is_selected = np.isin(flows.group, groups)
@@ -141,7 +146,7 @@ class FabricTimes:
                 raise ConfigError(
                     f"concurrent traffic ({concurrent_axis!r}, {share:g}): axes are {AXES_BETWEEN}, shares 0 or more"
                 )
-            flow_sets.append(make_step_flows(self.placement, concurrent_axis, share * 1e9))
+            flow_sets.append(make_step_flows(self.placement, concurrent_axis, share * 1e9, wrap_share=self.wrap_share))
         all_flows = Flows.join(*flow_sets)
         # At full rate, the NIC of a group with most bytes to send or to receive determines the time.
         nic = topology.bandwidth[: topology.nics].max()
@@ -156,7 +161,9 @@ class FabricTimes:
         for draw in range(self.draws):
             keys = hash_five_tuples(split_flows, draw)
             paths = route_flows(topology, split_flows, keys, draw, self.polarised)
-            all_finish = compute_finish_times(paths, split_flows.size, topology.bandwidth, self.tolerance)
+            all_finish = compute_finish_times(
+                paths, split_flows.size, topology.bandwidth, tolerance=self.tolerance, report=self.report
+            )
             finish = all_finish[: len(flows) * self.queue_pairs]
             group_finish = np.zeros(group_count)
             np.maximum.at(group_finish, split_flows.group[: len(finish)], finish)

@@ -92,10 +92,11 @@ class LayoutCost(LayoutFigures):
         parallel = self.config.parallel
         grid = self.layout.grid
         notes = []
-        if self.layout.microbatches < grid.pipeline:
+        microbatches = self.layout.microbatches
+        if microbatches < grid.pipeline:
             notes.append(
-                f"{self.layout.microbatches} micro-batches cannot fill {grid.pipeline} stages; raise "
-                f"train.global_batch to {grid.pipeline * grid.replicas * self.config.train.micro_batch} or more"
+                f"{microbatches} micro-batch{'' if microbatches == 1 else 'es'} cannot fill {grid.pipeline} stages; "
+                f"raise train.global_batch to {grid.pipeline * grid.replicas * self.config.train.micro_batch} or more"
             )
         counts = [chunk.layer_count for chunk in self.layout.layers]
         if len(set(counts)) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -21,11 +22,25 @@ from megascale.core.memory import (
 from megascale.core.replay import ActionGraph, Timeline, replay_schedule
 from megascale.core.schedule import Schedule
 from megascale.core.traffic import TrafficEstimate, check_priced_axes, estimate_stage_traffic
-from megascale.errors import FitError
+from megascale.errors import ConfigError, FitError
 
 GIB = 2**30
-# Nominal memory of one device in GiB, by a part of its name.
-DEVICES = {"H200": 141.0, "B200": 180.0, "H100": 80.0, "H800": 80.0, "A100": 80.0, "A800": 80.0, "L40S": 48.0}
+# Memory of one device in GiB, by a part of its name: as in the cluster files. The first entry that matches counts, so
+# variants of a GPU with other memory stand before it.
+DEVICES = {
+    "GH200": 95.6,  # the size in the name of a GH200 is that of the CPU's memory
+    "H100 NVL": 94.0,
+    "H200": 139.8,
+    "B200": 180.0,
+    "H100": 80.0,
+    "H800": 80.0,
+    "A100": 80.0,
+    "A800": 80.0,
+    "L40S": 48.0,
+}
+# The size of the memory in a device's name, as in "A100-SXM4-40GB".
+_SIZE_IN_NAME = re.compile(r"(?<![\d.])(\d+) ?G(?:i?B)?\b", re.IGNORECASE)
+MAX_ROUNDING_GIB = 2.0  # a vendor's name of a size may exceed the device's memory by this much
 # Memory of the CUDA context, communicators and allocator slack beyond the counted tensors.
 RESERVE_GIB = 4.0
 # Time per FLOP of the logits with their loss, and of float8 linear layers with their casts. Both are relative to a
@@ -49,6 +64,26 @@ def _count_half_flops(model: ModelConfig, linear_time: float) -> np.ndarray:
         count = flops.layer_flops(layer, model.sequence_length)
         halves += [linear_time * count.projections + count.attention, linear_time * count.mlp]
     return np.array(halves)
+
+
+def find_device_gib(name: str) -> float:
+    """Return the memory in GiB of a device, whose name contains a key of DEVICES, such as "NVIDIA A100-SXM4-40GB".
+
+    A smaller size in the name counts, since some GPUs are sold with less memory. Raises ConfigError for an unknown
+    device, and for a size in the name that is larger than that of the known device.
+    """
+    key = next((key for key in DEVICES if key.lower() in name.lower()), None)
+    if key is None:
+        raise ConfigError(f"--device={name!r} is unknown ({', '.join(DEVICES)}); give its memory with --device-gib")
+    size = _SIZE_IN_NAME.search(name)
+    if size is None or key == "GH200":
+        return DEVICES[key]
+    gib = float(size.group(1))
+    if gib > DEVICES[key] + MAX_ROUNDING_GIB:
+        raise ConfigError(
+            f"--device={name!r}: {key} is known with {DEVICES[key]:g} GiB only; give its memory with --device-gib"
+        )
+    return min(gib, DEVICES[key])
 
 
 def lay_out_priced(
@@ -168,12 +203,12 @@ class LayoutFigures:
     @property
     def bubble(self) -> float:
         """Idle time of the busiest stage divided by its busy time, from the replay."""
-        return float(self.timeline.bubble)
+        return max(0.0, float(self.timeline.bubble))  # rounding may give -1e-16
 
     @property
     def idle(self) -> float:
         """Share of the step in which a stage is idle, mean over stages; contains the bubble and unequal stages."""
-        return float(1 - self.timeline.busy.mean() / self.timeline.makespan)
+        return max(0.0, float(1 - self.timeline.busy.mean() / self.timeline.makespan))
 
     @property
     def offloaded_gib(self) -> float:

@@ -9,11 +9,14 @@ import sqlite3
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from megascale.cli.main import app
 from megascale.config import Config
 from megascale.core.events import format_time
 from megascale.errors import ConfigError, DataError
@@ -231,6 +234,21 @@ def test_reading_a_garbled_row_is_one_paragraph_or_what_it_says(tmp_path, change
         reader.nodes(), reader.events()
     except DataError as error:
         assert "the journal is damaged" in str(error)
+
+
+def test_a_damaged_journal_hides_no_other_job(tmp_path):
+    for name in ("good", "bad"):
+        (tmp_path / name).mkdir()
+        written(tmp_path / name).close()
+    (tmp_path / "bad" / JOURNAL_FILE).write_bytes(b"no database")
+    result = CliRunner().invoke(app, ["jobs", str(tmp_path), "--json"])
+    assert result.exit_code == 0, result.output
+    assert [Path(row["run"]).name for row in json.loads(result.stdout)] == ["good"]
+    assert f"{tmp_path / 'bad' / JOURNAL_FILE}" in result.stderr
+    alone = CliRunner().invoke(app, ["jobs", str(tmp_path / "bad")])
+    assert isinstance(alone.exception, DataError)
+    with pytest.raises(DataError, match="is not a folder"):
+        JournalReader(tmp_path / "missing")
 
 
 def test_rows_without_checksums_are_damaged(tmp_path):

@@ -206,12 +206,12 @@ def check_rows(db: sqlite3.Connection) -> None:
 
 
 @contextmanager
-def _reading() -> Iterator[None]:
-    """Turn the errors of a garbled row into a DataError."""
+def _reading(path: Path) -> Iterator[None]:
+    """Turn the errors of a garbled row into a DataError that names the journal's file."""
     try:
         yield
     except ROW_READ_ERRORS as error:
-        raise DataError(f"the journal is damaged ({error}); the next `megascale launch` sets it aside") from None
+        raise DataError(f"the journal is damaged: {path}: {error}; the next `megascale launch` sets it aside") from None
 
 
 class JournalReader:
@@ -224,9 +224,11 @@ class JournalReader:
     def __init__(self, run: Path) -> None:
         path = run / JOURNAL_FILE
         self._path = path
+        if not run.is_dir():
+            raise DataError(f"{run} is not a folder; name a run folder, such as runs/NAME")
         if not path.is_file():
             raise DataError(f"{run} has no {JOURNAL_FILE}: it was not started with `megascale launch`")
-        with _reading():
+        with _reading(self._path):
             self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
             if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'events'").fetchone():
                 self._db.close()
@@ -235,17 +237,17 @@ class JournalReader:
 
     def nodes(self) -> dict[str, NodeRecord]:
         """Return the records of all nodes ever known, by name."""
-        with _reading():
+        with _reading(self._path):
             return read_nodes(self._db)
 
     def events(self, after: int = 0, limit: int = 1_000_000) -> list[Entry]:
         """Return the events with an id above `after`, oldest first."""
-        with _reading():
+        with _reading(self._path):
             return read_events(self._db, after, limit)
 
     def is_driver_alive(self) -> bool:
         """Return True if the holder of the lease is a living process, or renews its lease from another host."""
-        with _reading():
+        with _reading(self._path):
             row = self._db.execute("SELECT host, pid, born FROM lease").fetchone()
         if row is None:
             return False
