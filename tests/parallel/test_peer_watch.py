@@ -294,3 +294,11 @@ def test_members_on_several_hosts_or_in_several_namespaces_are_counted() -> None
     assert peer_watch.explain_separation([local, local._replace(boot_id="other")]) == "its ranks are on 2 hosts"
     separated = [local, local._replace(namespace="pid:[1]")]
     assert peer_watch.explain_separation(separated) == "its ranks are in 2 PID namespaces"
+
+
+def test_hosts_without_a_boot_id_do_not_end_the_start(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(peer_watch, "_BOOT_ID", tmp_path / "missing")
+    local = peer_watch.describe_process(0)
+    assert local.boot_id == ""
+    assert peer_watch.explain_separation([local, local._replace(world_rank=1)]) == ""
+    assert peer_watch.explain_separation([local, local._replace(boot_id="other")]) == "its ranks are on 2 hosts"

@@ -25,6 +25,7 @@ from typing import NamedTuple
 from megascale.core.exit_record import ExitKind, attach_record
 from megascale.errors import TrainingError
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CLOSED = 1  # value of a rank's byte in the shared page once the rank has closed its watch
 _POLL_SECONDS = 1.0  # between two checks of the progress of calls, and of processes without a descriptor
 _RELEASE_SECONDS = 0.001  # between two releases of waits; later calls wait again
@@ -64,7 +65,7 @@ class Member(NamedTuple):
     Attributes:
         world_rank: rank in the world, for messages.
         namespace: PID namespace, as the link /proc/self/ns/pid names it.
-        boot_id: identifies the host since its last start.
+        boot_id: identifies the host since its last start, "" if it is unknown, as in some sandboxes.
     """
 
     world_rank: int
@@ -75,8 +76,16 @@ class Member(NamedTuple):
 
 def describe_process(world_rank: int) -> Member:
     """Return this process as a member of the groups of its rank."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return Member(world_rank, os.getpid(), namespace=os.readlink("/proc/self/ns/pid"), boot_id=boot_id)
+    namespace = os.readlink("/proc/self/ns/pid")
+    return Member(world_rank, os.getpid(), namespace=namespace, boot_id=_read_boot_id())
+
+
+def _read_boot_id() -> str:
+    """Return the random id that the kernel makes at each boot, "" if it is unknown."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
 
 
 def explain_separation(members: Sequence[Member]) -> str:
