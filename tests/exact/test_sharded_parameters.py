@@ -438,7 +438,7 @@ GATHERS, REDUCES = (True, False), (False, True)  # whether an exchange has gathe
         (
             4096,
             [GATHERS],
-            "collectives (no copies: collectives are faster with micro-batches of less than 4,096 tokens)",
+            "collectives (no copies: collectives are faster with micro-batches of fewer than 4,096 tokens)",
         ),
     ],
 )

@@ -209,7 +209,7 @@ def test_unaligned_inputs_go_through_the_package():
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        (torch.ones(2), "argument 8 of _flash_attn_fwd is no input"),
+        (torch.ones(2), "argument 8 of _flash_attn_fwd is not an input"),
         ("text", "_flash_attn_fwd passes str to a kernel"),
         ((1, None), "_flash_attn_fwd passes tuple to a kernel"),
     ],

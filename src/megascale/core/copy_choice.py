@@ -34,12 +34,12 @@ def explain_collective_reductions(config: Config, grid: Grid) -> str:
             return f"with parallel.reduce_dtype={config.parallel.reduce_dtype} copies round a rank's own gradients too"
         tokens = config.model.sequence_length // grid.context * config.train.micro_batch
         if tokens < COPIED_REDUCTION_TOKENS:
-            return f"collectives are faster with micro-batches of less than {COPIED_REDUCTION_TOKENS:,} tokens"
+            return f"collectives are faster with micro-batches of fewer than {COPIED_REDUCTION_TOKENS:,} tokens"
     return _explain_collectives("reductions", requested, grid)
 
 
 def _explain_collectives(key: str, requested: str, grid: Grid) -> str:
-    """Return why the value of a setting, or one data-parallel group, leads to collectives; "" for copies."""
+    """Return why overlap.`key`, with the value `requested`, or the grid leads to collectives; "" for copies."""
     if requested == "collectives":
         return f"overlap.{key}=collectives"
     if grid.shards == 1:

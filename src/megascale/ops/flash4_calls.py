@@ -162,7 +162,7 @@ def _make_temporary(name: str, position: int, tensor: Tensor) -> Temporary:
     """Return the temporary tensor that is first an argument at this position. Raises UnknownCallError for any other."""
     is_zeroed = position in _ZEROED.get(name, ())
     if not is_zeroed and position not in _UNINITIALISED.get(name, ()):
-        raise UnknownCallError(f"argument {position} of {name} is no input")
+        raise UnknownCallError(f"argument {position} of {name} is not an input")
     if not tensor.is_contiguous():
         raise UnknownCallError(f"argument {position} of {name} is not contiguous")
     return Temporary(tensor.shape, tensor.dtype, is_zeroed)
@@ -202,7 +202,6 @@ class Flash4Calls:
 
     Args:
         interface: the module flash_attn.cute.interface.
-
         obstacle: why all calls go through the package, "" if they do not.
     """
 

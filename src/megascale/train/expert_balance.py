@@ -227,7 +227,7 @@ def describe_experts(layout: Layout) -> dict[str, str]:
     if config.parallel.recompute in ("norms", "selective"):
         lines["recomputed norms"] = "not those before experts, which keep their input"
     if settings.top_k == 1 and settings.number > 1 and settings.normalize == "selected":
-        # A model may be imported like this, so it is no error.
+        # A model may be imported like this, so it is not an error.
         lines["router"] = (
             "gets no gradient of the loss: with model.experts.top_k=1 and normalize=selected all weights are 1; "
             "normalize=none keeps the scores"

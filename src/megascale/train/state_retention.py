@@ -140,7 +140,7 @@ class StateRetention:
         if self._parking is not None and self._parking.is_reused:
             gc.collect()  # frees the memory of the earlier engine
         if not self._has_memory_for(self.live):
-            log.info("the kept state does not fit beside a new engine, so the state is loaded from memory")
+            log.info("the kept state does not fit next to a new engine, so the state is loaded from memory")
             self.live = retained.live = LiveState()
             self._return_cached_memory()
 
