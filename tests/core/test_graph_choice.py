@@ -60,11 +60,19 @@ def test_graphs_of_data_parallel_ranks_hold_no_activations_twice(settings):
         # Steps that a replay check traces are eager.
         (2, ()),
         (2, ("resilience.replay_interval=10",)),
+        (2, ("resilience.replay_interval=10", "parallel.zero=2")),
+        (2, ("resilience.replay_interval=10", "parallel.zero=3")),
     ],
 )
 def test_graphs_hold_the_activations_of_an_eager_micro_batch(world, settings):
     graph_bytes, activation_bytes = find_graph_bytes(world, "parallel.data=2", *settings)
     assert graph_bytes > activation_bytes / 2
+
+
+def test_graphs_of_sharded_gradients_have_no_checks_by_default():
+    """With resilience.replay_interval=auto the trainer leaves out the checks of these graphs."""
+    graph_bytes, _ = find_graph_bytes(2, "parallel.data=2", "parallel.zero=2")
+    assert graph_bytes == 0
 
 
 def test_runs_without_determinism_have_no_replay_checks():

@@ -70,6 +70,8 @@ def _estimate(
     config: Config, grid: Grid, schedule: Schedule, stage: int, *, graphs: bool, has_gpu: bool
 ) -> MemoryEstimate:
     has_copies = has_gpu and not explain_collective_reductions(config, grid)
+    # From ZeRO-2 on, graphs and checks exclude each other unless an interval is set (train/replay_conditions.py).
+    has_checks = config.parallel.zero < 2 or config.resilience.replay_interval != "auto"
     memory = estimate_stage_memory(
         config.model,
         config.parallel,
@@ -86,7 +88,7 @@ def _estimate(
         adapters=AdapterSpec.from_config(config.train),
         expert_rows=config.kernels.expert_rows,
         reduces_by_copies=has_copies,
-        runs_eager_steps=config.parallel.zero < 2 and may_replay(config, grid),
+        runs_eager_steps=has_checks and may_replay(config, grid),
     )
     if not has_gpu:
         return memory
