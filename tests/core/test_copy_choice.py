@@ -41,8 +41,8 @@ def test_several_hosts_use_collectives(world, settings):
     [
         (["--parallel.zero=2"], "with parallel.zero=3, not 2"),
         (["--parallel.zero=3", "--parallel.reduce_dtype=bfloat16"], "parallel.reduce_dtype=bfloat16"),
-        (["--parallel.zero=3", "--model.sequence_length=2048"], "less than 4,096 tokens"),
-        (["--parallel.zero=3", "--model.sequence_length=8192", "--parallel.context=4"], "less than 4,096 tokens"),
+        (["--parallel.zero=3", "--model.sequence_length=2048"], "fewer than 4,096 tokens"),
+        (["--parallel.zero=3", "--model.sequence_length=8192", "--parallel.context=4"], "fewer than 4,096 tokens"),
         (["--parallel.zero=3", "--overlap.reductions=collectives"], "overlap.reductions=collectives"),
     ],
 )
