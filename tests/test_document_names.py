@@ -56,7 +56,8 @@ OTHER_OPTIONS = {
     "--exclusive", "--force", "--format", "--gpus-per-node", "--image", "--job-name", "--label", "--load",
     "--long", "--lr", "--lr-decay-iters", "--lr-decay-style", "--lr-warmup-iters", "--lr-wsd-decay-iters",
     "--lr-wsd-decay-style", "--master-addr", "--master-port", "--max-restarts", "--maxclients", "--mem", "--min-lr",
-    "--net", "--nnodes", "--no-kill", "--node-rank", "--nproc-per-node", "--ntasks", "--ntasks-per-node", "--nv", "--open-mode",
+    "--net", "--nnodes", "--no-kill", "--node-rank", "--nproc-per-node", "--ntasks", "--ntasks-per-node", "--nv",
+    "--open-mode",
     "--output", "--overlap", "--overrides", "--partition", "--reject-with", "--requeue", "--resume-from-step", "--save",
     "--signal", "--standalone", "--states", "--tcp-backlog", "--time",
 }  # fmt: skip

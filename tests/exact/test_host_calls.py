@@ -24,8 +24,9 @@ from tests.exact.training import RankReport, make_engine, run_step
 MOST = 40_000
 PACKAGE = str(Path(megascale.__file__).parent)
 # Counted by `count_package_calls` on 28 November 2026: 2,041, and 23 more for functions that were parts of others
-# before (parallel/tensor.py, `Engine._make_runner`).
-MOST_OF_PACKAGE = 2_064
+# before (parallel/tensor.py, `Engine._make_runner`), and 8 more, one for each action of the pipeline: it checks whether
+# the rank must leave its attempt.
+MOST_OF_PACKAGE = 2_072
 
 
 @pytest.mark.xdist_group("processes")

@@ -105,7 +105,7 @@ def test_a_port_of_a_peer_on_another_host_is_another_service() -> None:
         ):
             listed = group_sockets.list_listeners()
             assert {endpoint, other.getsockname()} <= listed
-            sockets = group_sockets.list_sockets()
+            sockets = group_sockets.select_internet_sockets(group_sockets.list_sockets())
             descriptors = [end.fileno() for end in (*ends, *other_ends)]
             assert set(descriptors) <= set(sockets)
             connecting, accepted = ends

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from megascale.api import evaluate, load_config, train
 from megascale.cli.main import app
 from megascale.config import Config, from_tree, load, resolve_precision
+from megascale.errors import ConfigError
 from megascale.train import rank_info
 from megascale.train.attempt import compare_precision
 from megascale.train.rank_info import RankInfo
@@ -41,7 +42,7 @@ def test_who_passes_settings_on_does_not_decide_for_devices_elsewhere():
     assert resolve_precision(decided, True).train.precision == "float32"
 
 
-@pytest.mark.parametrize("command", ["plan", "simulate step", "network placement"])
+@pytest.mark.parametrize("command", ["plan", "network placement"])
 def test_what_is_said_of_gpus_is_said_of_bfloat16(command, tmp_path):
     """A machine without GPUs plans for bfloat16: memory and traffic of float32 would be twice as large."""
     model = ["--model.preset=gpt-13b", "--model.vocab_size=50304", "--train.global_batch=64", "--parallel.tensor=8"]
@@ -54,6 +55,16 @@ def test_what_is_said_of_gpus_is_said_of_bfloat16(command, tmp_path):
         assert result.exit_code == 0, result.output
         output[precision] = result.stdout
     assert output[""] == output["--train.precision=bfloat16"] != output["--train.precision=float32"]
+
+
+def test_a_simulated_step_is_priced_in_bfloat16_and_in_no_other_precision():
+    arguments = ["simulate", "step", "--gpus", "16", "--json", "--model.preset=gpt-13b", "--model.vocab_size=50304"]
+    arguments += ["--train.global_batch=64", "--parallel.tensor=8"]
+    unset = CliRunner().invoke(app, arguments)
+    assert unset.exit_code == 0, unset.output
+    assert CliRunner().invoke(app, arguments + ["--train.precision=bfloat16"]).stdout == unset.stdout
+    with pytest.raises(ConfigError, match=r"train\.precision=float32 has no price.*set --train\.precision=bfloat16"):
+        CliRunner().invoke(app, arguments + ["--train.precision=float32"], catch_exceptions=False)
 
 
 def test_a_device_with_bfloat16_trains_in_it(tiny, monkeypatch):
