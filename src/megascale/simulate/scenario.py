@@ -80,7 +80,7 @@ class Scenario:
 
     @property
     def uses_closed_form_only_features(self) -> bool:
-        """Whether the scenario adds experts to a dense model.
+        """Return whether the scenario adds experts to a dense model.
 
         Only the closed level prices them, without their memory.
         """

@@ -118,7 +118,7 @@ class Software:
 
     @property
     def is_memory_modelled(self) -> bool:
-        """Whether `core/rank_memory.py` models this stack's memory: only for this engine."""
+        """Return whether `core/rank_memory.py` models this stack's memory: only for this engine."""
         return self.family == MEGASCALE_FAMILY
 
     def __post_init__(self) -> None:

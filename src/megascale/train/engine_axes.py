@@ -42,7 +42,7 @@ _SWITCH = {True: "on", False: "off"}
 
 
 class ReductionChoice(NamedTuple):
-    """How gradients of units are reduced.
+    """Transport of the gradients of units: copies or collectives.
 
     Attributes:
         copy_reduction: reduction by copies; None: by collectives.

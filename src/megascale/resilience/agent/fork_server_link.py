@@ -58,7 +58,7 @@ class ForkServerLink:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the server can receive orders."""
+        """Return whether the server can receive orders."""
         return self._socket is not None
 
     def start(self, modules: Sequence[str]) -> None:
