@@ -241,11 +241,11 @@ def choose(candidates: Collection[Candidate], required: Collection[str]) -> set[
 def drop_covered(candidates: Collection[Candidate], chosen: set[str], required: Collection[str]) -> set[str]:
     """Return the chosen names without tests that later choices have made redundant, the dearest first."""
     counts: Counter[tuple[Any, ...]] = Counter()
-    kept = [candidate for candidate in candidates if candidate.name in chosen]
-    for candidate in kept:
+    chosen_candidates = [candidate for candidate in candidates if candidate.name in chosen]
+    for candidate in chosen_candidates:
         counts.update(candidate.elements)
     result = set(chosen)
-    for candidate in sorted(kept, key=lambda candidate: -candidate.seconds):
+    for candidate in sorted(chosen_candidates, key=lambda candidate: -candidate.seconds):
         if candidate.name not in required and all(counts[element] > 1 for element in candidate.elements):
             counts.subtract(candidate.elements)
             result.remove(candidate.name)
@@ -294,12 +294,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(RecordPlugin(Path(out)))
 
 
-def record_tests(out: Path, words: list[str]) -> int:
+def record_tests(out: Path, arguments: list[str]) -> int:
     """Run pytest with the plugin."""
     paths = [str(ROOT / "scripts"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {REQUEST: str(out), "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     command = [sys.executable, "-m", "pytest", "-p", Path(__file__).stem, "-p", "no:cacheprovider", "-q"]
-    return subprocess.run(command + words, env=env, cwd=ROOT, check=False).returncode
+    return subprocess.run(command + arguments, env=env, cwd=ROOT, check=False).returncode
 
 
 def read_json(paths: Iterable[Path]) -> dict[str, Any]:

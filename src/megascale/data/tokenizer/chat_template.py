@@ -210,7 +210,7 @@ class ChatTemplate:
     def _count_dropped_names(self, messages: Sequence[Message], tools: Any, text: str) -> None:
         """Count the messages with a `name` if `text`, the rendering, is the same without all names.
 
-        This is no error, since most templates leave names out and most models were trained without them.
+        Names are only counted, since most templates leave them out and most models were trained without them.
         """
         roles = [str(message.get("role")) for message in messages if message.get("name")]
         if not roles:
