@@ -199,6 +199,45 @@ class Forked:
         return output[0], output[1] if len(output) > 1 else ""
 
 
+def call_forked(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of a module in a forked process, and return its result.
+
+    Commands that the function starts are forked from that process. Raises AssertionError with the traceback of the
+    function.
+    """
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_call, args=(sender, dict(os.environ), function, arguments), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        result, failure = receiver.recv()
+    except EOFError:
+        process.join()
+        raise AssertionError(f"the forked process ended with code {process.exitcode}") from None
+    process.join()
+    assert not failure, failure
+    return result
+
+
+def _call(
+    sender: connection.Connection, env: Mapping[str, str], function: Callable[..., Any], arguments: Sequence[Any]
+) -> None:
+    """Call the function, in the forked process."""
+    listen()
+    _leave_to_parent()
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
+    os.environ.clear()
+    os.environ.update(env)
+    subprocess.Popen = _start_child  # type: ignore[assignment,misc]
+    record_process()
+    result, failure = None, ""
+    try:
+        result = function(*arguments)
+    except BaseException:
+        failure = traceback.format_exc()
+    sender.send((result, failure))
+
+
 def popen(
     command: list[str], *, stdout: IO[bytes], env: Mapping[str, str], cwd: Path | None = None, **_: Any
 ) -> Forked:
