@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,6 +37,7 @@ from megascale.errors import DataError, FitError, TrainingError
 from megascale.services.service_location import ServiceLocation
 from tests.checkpoint.background.conftest import await_other, background, large_state, service_pid
 from tests.checkpoint.conftest import assert_same, blank, context, cut, full_shards, logical_state, run_group
+from tests.conftest import POLL_INTERVAL
 
 
 def test_saves_what_was_there_when_it_began(run: Path) -> None:
@@ -72,7 +74,7 @@ def _die_when_staged(run: str, step: int) -> None:
     checkpointer.save(step, {"step": step})
     sock = service.connect_checkpoint_service(service_protocol.private_folder(run))
     while not any(h.step == step for h in sock.request(ListSnapshots()).snapshots):
-        pass
+        time.sleep(POLL_INTERVAL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

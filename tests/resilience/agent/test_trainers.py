@@ -50,6 +50,7 @@ from megascale.resilience.protocol.fork_messages import (
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 from megascale.resilience.rules.view import NodeView, Verdict, View
 from megascale.services.messages import FrameReader
+from tests.conftest import POLL_INTERVAL
 from tests.forked import call_forked
 
 
@@ -401,6 +402,7 @@ def test_processes_that_another_trainer_started_end_with_it(end, tmp_path):
     deadline = time.monotonic() + 60
     while read_process_state(child) != "gone":
         assert time.monotonic() < deadline, "the child process lives"
+        time.sleep(POLL_INTERVAL)
 
 
 def test_a_rank_without_its_process_group_gets_its_signal_in_a_later_round(tmp_path):
@@ -652,6 +654,7 @@ def test_replacements_learn_of_ranks_that_ended_with_their_fork_server(tmp_path:
             forks = FrameReader(TO_FORK_SERVER).feed(server_end.recv(1 << 20))
         expected = ",".join(str(pid) for pid in sorted([rank.pid, early.pid]))
         assert [fork.env[DYING_VARIABLE] for fork in forks] == [expected] * 2
+        os.kill(rank.pid, signal.SIGKILL)
         os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie now
         local._dying._unreported_births = {rank.pid: 1}
         assert local._dying.list_all() == [rank.pid]
