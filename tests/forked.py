@@ -311,7 +311,8 @@ def _run(module: str, arguments: list[str]) -> None:
     program = module.removesuffix(".__main__").rpartition(".")[2]
     Path("/proc/self/comm").write_text(f"{program} {' '.join(arguments)}"[:15])  # for ps
     if arguments and arguments[0] in ("train", "launch", "agent") and DRAW not in os.environ:
-        importlib.import_module("megascale.observe.plots").plot_runs = _plot_nothing
+        plots = importlib.import_module("megascale.observe.plots")
+        plots.plot_runs = _plot_nothing  # type: ignore[attr-defined]
     sys.argv = ["megascale"] + arguments
     record_process()
     try:
