@@ -17,7 +17,7 @@ import pytest
 from benchmarks.training import peer_shapes
 from benchmarks.training.peer_shapes import make_comparison
 from benchmarks.training.shape_file import PeerRun, load_shapes
-from benchmarks.training.shapes import list_tasks, load_configs
+from benchmarks.training.shapes import list_tasks, load_configs, summarise_peaks
 from megascale.core.layout import lay_out
 from megascale.core.rank_memory import GPU_CONTEXT
 from megascale.errors import ConfigError
@@ -290,6 +290,15 @@ def test_every_shape_of_the_repository_can_be_measured(file):
             gpu_bytes = H200_BYTES if "H200" in shape.name else GPU_BYTES
             assert memory.total + GPU_CONTEXT <= gpu_bytes, shape.name
             assert not (no_graphs and layout.config.kernels.graphs == "on"), f"{shape.name}: {no_graphs}"
+
+
+def test_peaks_of_ranks_include_the_memory_of_exchanges():
+    """torch's statistics leave out symmetric memory, which each rank has."""
+    assert summarise_peaks([40.0, 41.0, None], exchange_gib=3.5) == {
+        "peak_memory_gib": 44.5,
+        "peak_memory_gib_by_rank": [43.5, 44.5],
+    }
+    assert summarise_peaks([None, None], exchange_gib=0.0) == {}
 
 
 def test_each_run_of_a_peer_has_a_row(tmp_path):
