@@ -302,6 +302,7 @@ class Agent:
 
     async def _send_evidence(self, order: Explain) -> None:
         """Collect evidence of this node's ranks, and send it."""
+        self.trainers.prepare_replacements()
         ranks = tuple(self.trainers.trainers)
         # In a thread, since observing the ranks takes seconds.
         messages = await asyncio.to_thread(collect_rank_evidence, self.run_folder, ranks, order, not self.shared)
