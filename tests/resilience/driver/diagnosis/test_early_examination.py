@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megascale.observe.hang.scene import RankEvidence, pack_evidence
+from megascale.resilience.driver.diagnosis.diagnosis import EXAMINATION_LEAD
 from megascale.resilience.driver.driver import Driver
 from megascale.resilience.protocol.agent_messages import Evidence
 from megascale.resilience.protocol.heartbeat import Heartbeat
@@ -54,7 +55,7 @@ def test_ranks_are_examined_before_they_count_as_hanging(moves: bool, tmp_path: 
     """If a rank moves after the examination, the verdict needs another one."""
 
     async def scene(driver: Driver, cluster: Elsewhere, channels: dict[str, Channel]) -> None:
-        send_heartbeats(driver, channels, age=HANG_FLOOR / 2, sequence=1)
+        send_heartbeats(driver, channels, age=HANG_FLOOR - EXAMINATION_LEAD - 1.0, sequence=1)
         driver.run_iteration(time.monotonic())
         await asyncio.sleep(0)
         assert count_examinations(channels) == [0, 0]

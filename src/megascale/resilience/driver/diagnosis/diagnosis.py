@@ -37,7 +37,7 @@ from megascale.resilience.rules.view import Action, Verdict, View
 SETTLING_SECONDS = 0.3  # seconds after a first failed rank in which other ranks may fail for the same cause
 PAUSE_FACTOR = 4.0  # multiple of a hang's limit for which ranks may pause if no rank waits for another
 PAUSE_INTERVAL = 5.0  # seconds between examinations of another trainer's ranks that progress without a step
-EXAMINATION_LEAD = 2.0  # seconds from the examination of the ranks to the verdict about a hang
+EXAMINATION_LEAD = 3.0  # seconds from the examination of the ranks to the verdict about a hang
 HISTORY_INTERVAL = 1.0  # seconds between judgements of the history of all nodes
 _HANG_SENTENCES = 10  # sentences of the examination in a verdict's evidence
 # Kinds of hangs with wrong calls. A first one may come from a corrupted state; a second one comes from the code.
