@@ -244,7 +244,7 @@ class Agent:
         The report divides the time of the work.
         """
         stopwatch = Stopwatch()
-        await self.trainers.stop(order.how, order.grace_period)
+        await self.trainers.stop(order.how, order.grace_period, joins_at_once=order.joins_at_once)
         stopwatch.end_phase("leave")
         await self.telemetry.send_remaining_files()
         stopwatch.end_phase("files")

@@ -437,19 +437,22 @@ class Trainers:
             os.kill(server.pid, signal.SIGKILL)
         self._kill_ranks(trainers)
 
-    async def stop(self, how: Literal["save", "keep", "leave", "kill"], grace_period: float) -> None:
+    async def stop(
+        self, how: Literal["save", "keep", "leave", "kill"], grace_period: float, *, joins_at_once: bool = False
+    ) -> None:
         """End or park all ranks.
 
         Args:
             how: "save" gives the ranks `grace_period` seconds to save a checkpoint and then kills them. "kill" kills
                 them at once. "keep" parks the ranks, and kills ranks that do not leave the attempt within
                 `resilience.keep_seconds`. "leave" is like "keep", but first gives the ranks `grace_period` seconds to
-                complete their step and to copy its state to memory. If processes cannot stay, because keep_seconds is 0
-                or the program is a foreign one, "keep" and "leave" kill them at once.
+                complete their step. If processes cannot stay, because keep_seconds is 0 or the program is a foreign
+                one, "keep" and "leave" kill them at once.
+            joins_at_once: with "leave", whether the ranks need not copy the state of their step to memory.
         """
         if how in ("keep", "leave") and self._keeps_processes and isinstance(self.program, MegascaleTrainer):
             if how == "leave":
-                await self._await_leaving(grace_period)
+                await self._await_leaving(grace_period, joins_at_once=joins_at_once)
             await self._park_ranks()
             return
         self._early.end_all()
@@ -467,7 +470,7 @@ class Trainers:
             self._signal_ranks(signal.SIGKILL)
             await asyncio.sleep(_POLL_SECONDS)
 
-    async def _await_leaving(self, seconds: float) -> None:
+    async def _await_leaving(self, seconds: float, *, joins_at_once: bool) -> None:
         """Order the ranks to leave the attempt after their step, and wait at most `seconds` until they are parked."""
         deadline = time.monotonic() + seconds
         instructed_pids: set[int] = set()
@@ -476,7 +479,7 @@ class Trainers:
                 self._read_progress(trainer)
                 if trainer.pid and trainer.pid not in instructed_pids and not trainer.is_parked:
                     instructed_pids.add(trainer.pid)
-                    self._send_to_rank(trainer.pid, Park(self.attempt, after_step=True))
+                    self._send_to_rank(trainer.pid, Park(self.attempt, after_step=True, joins_at_once=joins_at_once))
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _park_ranks(self) -> None:
