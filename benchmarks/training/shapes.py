@@ -298,15 +298,25 @@ def measure_task(
             row["cut"] = outcome.error
     if figures is not None:
         row |= figures
-        peaks = [peak for peak in outcome.peak_gib if peak is not None]
-        if peaks:
-            row["peak_memory_gib"] = max(peaks)
-            row["peak_memory_gib_by_rank"] = peaks
+        row |= summarise_peaks(outcome.peak_gib, figures.get("exchange_memory_gib", 0.0))
     else:
         row["failed"] = outcome.error or "no rank returned a result"
     row["leftover_gib"] = outcome.leftover_gib
     row["seconds_in_all"] = time.monotonic() - start
     return row
+
+
+def summarise_peaks(peaks: Sequence[float | None], exchange_gib: float) -> dict[str, Any]:
+    """Return the fields of a row that have the peak memory of all ranks; none on CPUs.
+
+    Args:
+        peaks: per rank, the peak of torch's memory statistics in GiB, or None.
+        exchange_gib: memory of a rank's exchanges in GiB, which these statistics leave out. It is equal on all ranks.
+    """
+    totals = [peak + exchange_gib for peak in peaks if peak is not None]
+    if not totals:
+        return {}
+    return {"peak_memory_gib": max(totals), "peak_memory_gib_by_rank": totals}
 
 
 def measure_ours(

@@ -6,9 +6,12 @@ site=/tmp/fa4/site
 packages=$site/nvidia_cutlass_dsl/dsl_packages
 libraries=$packages/cutlass/_mlir/_mlir_libs
 library=$libraries/_cutlass_ir.cu13.cpython-312-x86_64-linux-gnu.so
-mkdir -p $libraries $site/nvidia_cutlass_dsl/cu13/lib
-if [ -e .fa4/a.so.xz ]; then
-  xz -T0 -dc .fa4/a.so.xz >$library.part
+mkdir -p $libraries $site/nvidia_cutlass_dsl/cu13/lib /tmp/fa4/parts
+for part in .fa4/a.so.xz* .fa4b/a.so.xz*; do
+  if [ -e $part ]; then cp $part /tmp/fa4/parts; fi
+done
+if [ ! -e $library ] && { [ -e /tmp/fa4/parts/a.so.xz ] || [ -e /tmp/fa4/parts/a.so.xz.01 -a -e /tmp/fa4/parts/a.so.xz.00 ]; }; then
+  cat /tmp/fa4/parts/a.so.xz* | xz -T0 -dc >$library.part
   mv $library.part $library
 fi
 if [ -e .fa4b/fa4_site.tar.xz ]; then

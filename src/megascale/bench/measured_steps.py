@@ -60,13 +60,15 @@ class _DeviceRecords:
 
     Attributes:
         gemm_rates: FLOP/s that plain GEMMs sustain, before and after the steps.
-        peak_memory_gib: GiB in tensors, at most.
+        peak_memory_gib: GiB in tensors, at most; memory of exchanges included.
+        exchange_memory_gib: GiB of the exchanges between GPUs, which torch's statistics do not count.
         used_memory_gib: GiB of the device that are in use after the steps.
         host_seconds: seconds in which the host launches a step, per measured step; empty with a pipeline.
     """
 
     gemm_rates: list[float] = field(default_factory=list)
     peak_memory_gib: float | None = None
+    exchange_memory_gib: float = 0.0
     used_memory_gib: float | None = None
     host_seconds: list[float] = field(default_factory=list)
 
@@ -273,8 +275,8 @@ def _measure_gemm_rate(device: torch.device, records: _DeviceRecords, seconds: f
 def _measure_memory(engine: Engine, device: torch.device, records: _DeviceRecords) -> None:
     import torch
 
-    peak_bytes = torch.cuda.max_memory_allocated(device) + engine.count_exchange_bytes()
-    records.peak_memory_gib = peak_bytes / 2**30
+    records.exchange_memory_gib = engine.count_exchange_bytes() / 2**30
+    records.peak_memory_gib = torch.cuda.max_memory_allocated(device) / 2**30 + records.exchange_memory_gib
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     records.used_memory_gib = (total_bytes - free_bytes) / 2**30
 
@@ -368,6 +370,7 @@ def _make_result(
         "redone_steps": step_records.recomputed_count if has_experts else None,
         "gemm_flop_per_s": device_records.gemm_rates or None,
         "peak_memory_gib": device_records.peak_memory_gib,
+        "exchange_memory_gib": device_records.exchange_memory_gib,
         "device_memory_gib": device_records.used_memory_gib,
         "losses": [step_records.losses[0], step_records.losses[-1]],
     }
