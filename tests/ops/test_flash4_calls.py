@@ -33,7 +33,9 @@ class Cache:
         return self.functions[key]
 
 
-def run_forward_kernel(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, *rest: Any) -> None:
+def run_forward_kernel(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, *rest: Any, **options: Any
+) -> None:
     assert not q.requires_grad
     groups = k.shape[2]
     heads = q.unflatten(2, (groups, -1))
@@ -76,10 +78,12 @@ class Package:
     Attributes:
         calls: number of calls of the package's functions.
         extra_argument: a further argument of the forward's kernel.
+        options: arguments of the forward's kernel that the package passes by keyword.
     """
 
     calls: int = 0
     extra_argument: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
 
     def make_interface(self) -> SimpleNamespace:
         """Return the package's module."""
@@ -90,16 +94,16 @@ class Package:
             "_bwd_postprocess_convert": run_postprocess_kernel,
         }
 
-        def launch(function: Any, *arguments: Any) -> None:
+        def launch(function: Any, *arguments: Any, **options: Any) -> None:
             key = "key"
             if key not in function.compile_cache:
                 function.compile_cache[key] = kernels[function.__name__]
-            function.compile_cache[key](*arguments)
+            function.compile_cache[key](*arguments, **options)
 
         def _flash_attn_fwd(q, k, v, *, causal, window_size_left, out, lse):
             self.calls += 1
             arguments = (q.detach(), k.detach(), v.detach(), out.detach(), lse, 0.5, None, window_size_left)
-            launch(_flash_attn_fwd, *arguments, self.extra_argument)
+            launch(_flash_attn_fwd, *arguments, self.extra_argument, **self.options)
 
         def _bwd_preprocess(*arguments):
             launch(_bwd_preprocess, *arguments)
@@ -220,6 +224,17 @@ def test_an_unknown_argument_leaves_the_problem_to_the_package(argument, message
     for seed in range(3):
         run(calls, make_tensors(seed, N), None, False)
     assert package.calls == 3 + 1  # all forwards, and the first backward
+    assert dispatch.list_choices()[CHOICE_NAME] == f"through the package for some problems ({message})"
+
+
+def test_an_argument_by_keyword_leaves_the_problem_to_the_package():
+    """Another release may pass its stream in this way, which a plan would omit."""
+    package = Package(options={"stream": 7})
+    calls = Flash4Calls(package.make_interface())
+    for seed in range(3):
+        run(calls, make_tensors(seed, N), None, False)
+    assert package.calls == 3 + 1
+    message = "_flash_attn_fwd passes stream by keyword"
     assert dispatch.list_choices()[CHOICE_NAME] == f"through the package for some problems ({message})"
 
 

@@ -64,11 +64,13 @@ class RecordedCall(NamedTuple):
 
     Attributes:
         name: function of the package that made the call.
+        keywords: names of arguments that the call passed by keyword.
     """
 
     name: str
     function: Callable[..., object]
     arguments: tuple[Any, ...]
+    keywords: tuple[str, ...] = ()
 
 
 class Temporary(NamedTuple):
@@ -117,6 +119,8 @@ class Plan:
         # Negative indices stand for constants until the number of temporaries is known.
         indices_by_call = []
         for call in calls:
+            if call.keywords:
+                raise UnknownCallError(f"{call.name} passes {', '.join(call.keywords)} by keyword")
             indices = []
             for position, argument in enumerate(call.arguments):
                 if not isinstance(argument, Tensor):
@@ -190,9 +194,9 @@ class _RecordingCache:
     def __getitem__(self, key: Hashable) -> Callable[..., object]:
         function = self._cache[key]
 
-        def call(*arguments: Any) -> object:
-            self._calls.append(RecordedCall(self._name, function, arguments))
-            return function(*arguments)
+        def call(*arguments: Any, **options: Any) -> object:
+            self._calls.append(RecordedCall(self._name, function, arguments, tuple(options)))
+            return function(*arguments, **options)
 
         return call
 
