@@ -462,7 +462,13 @@ class Trainer:
         )
         self.first_steps = FirstSteps(self.engine, self.reporter, self.status)
         self.records = StepRecords(
-            self.layout, info, self.feed, reporter=self.reporter, timers=self.timers, status=self.status
+            self.layout,
+            info,
+            self.feed,
+            reporter=self.reporter,
+            timers=self.timers,
+            status=self.status,
+            count_exchange_bytes=self.engine.count_exchange_bytes,
         )
 
     def _close_timers(self) -> None:
