@@ -382,7 +382,7 @@ class Trainer:
         self._stopwatch = Stopwatch()
         self.folder.attempt = self.attempt.number
         start_rank_log(self.rank_info, self.attempt.number)
-        joining = "" if self.parking is None else self.parking.describe_joining()
+        joining = "" if self.parking is None else self.parking.take_joining_text()
         if joining:
             log.info("process %d %s", os.getpid(), joining)
         self.ending.owns_folder = True
