@@ -13,7 +13,6 @@ The exit code is 1 if any bits differ, or if a call went through the package.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -28,6 +27,7 @@ from torch import Tensor
 from megascale.ops import dispatch, flash4_calls
 from megascale.ops.attention_backends import load_flash4
 from megascale.ops.flash4_calls import CHOICE_NAME, Flash4Calls
+from tests.gpu.command_line import make_parser, require_gpu
 
 CALLS = 200
 CALLS_IN_QUEUE = 20  # CUDA takes about a thousand launches before the host must wait
@@ -188,9 +188,10 @@ def measure(direct: Flash4Calls, package: Flash4Calls, problem: Problem) -> dict
 
 def main() -> int:
     """Print a row per problem; return 1 if anything differs."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
+    parser = make_parser(__doc__)
+    parser.add_argument("--out", type=Path, help="file for the results as JSON")
     arguments = parser.parse_args()
+    require_gpu()
     interface = load_flash4()
     flash4_calls.CALLS_DIRECTLY = True
     direct = flash4_calls.make_calls(interface)
