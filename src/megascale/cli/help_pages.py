@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.models import CommandInfo, TyperInfo
 
-_MAX_NAMED_COMMANDS = 12  # of a group
+_MAX_NAMED_COMMANDS = 20  # of a group
 
 
 class ReadableHelp:
