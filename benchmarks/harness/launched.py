@@ -76,6 +76,7 @@ START_LINE = "ready to train "  # begins the line that a rank logs before its fi
 LEAVE_LINE = "has left attempt "  # is in the line that a rank logs when it waits for the next attempt
 FIRST_STEP_LINE = "first step complete "  # begins the line that a rank logs after its first step
 SECOND_STEP_LINE = "second step queued "  # begins the line that a rank logs when it has queued its second step
+SNAPSHOT_LINE = "first snapshot complete: "  # begins the line that a rank logs once per start
 MEMORY_LINE = "GB for a snapshot: "  # is in the line that a rank logs for each slot
 ALL_MEMORY_LINE = "memory for snapshots is prepared on all ranks"  # from then on, no step lacks a snapshot
 GROUPS_LINE = "start-up "
@@ -250,6 +251,22 @@ class Launched:
     def weights(self) -> dict[str, Any]:
         """The model as the newest checkpoint has it."""
         return weights(self.run)
+
+
+def has_copies(run: Path, ranks: int) -> bool:
+    """Return whether the states of all `ranks` ranks are complete in memory and at their peers, if they have peers.
+
+    Each rank logs its first snapshot of a start, and a new attempt starts without its own. The event `first_snapshot`
+    is rank 0's alone.
+    """
+    for rank in range(ranks):
+        file = run / "logs" / f"rank-{rank}.log"
+        if not file.exists():
+            return False
+        _, _, text = file.read_text(errors="replace").rpartition(START_LINE)
+        if SNAPSHOT_LINE not in text:
+            return False
+    return True
 
 
 def weights(run: Path) -> dict[str, Any]:

@@ -40,6 +40,9 @@ def test_a_state_is_due_at_its_intervals(
     assert checkpointer.choose_save_target(5, last=True) == "storage"
     checkpointer._is_only_in_memory = True
     assert checkpointer.choose_save_target(1) == "storage"
+    without_end = settings | {"at_end": False}
+    checkpointer.config = checkpointer.config.model_copy(update=without_end)
+    assert (checkpointer.choose_save_target(1) == "storage") == (interval > 0)
 
 
 def test_a_save_in_the_foreground_is_reported_once(tmp_path: Path) -> None:

@@ -21,9 +21,11 @@ from megascale.core.parameter_counts import (
     count_stage_parameters,
     count_stage_units,
 )
+from megascale.core.rank_memory import estimate_rank_memory, rounds_block_gradients
 from megascale.core.saved_tensors import layer_saved_tensors
 from megascale.core.traffic import estimate_stage_traffic
-from megascale.core.unit_slots import TABLE_PARTS, size_staging
+from megascale.core.unit_slots import PIECE_VARIABLE, TABLE_PARTS, read_piece_mib, size_staging
+from megascale.errors import ConfigError
 from tests.exact.cases import HARD
 
 
@@ -423,6 +425,121 @@ def test_staging_of_copies_is_as_large_as_counted(zero, ranks, reduce_dtype):
     # Pieces are smaller among more ranks.
     assert math.prod(size_staging(1 << 30, 4)) == pytest.approx(math.prod(size_staging(1 << 30, 2)), rel=1e-4)
     assert math.prod(size_staging(1 << 30, 8)) == 2 * 7 * (1 << 21)
+
+
+@pytest.mark.parametrize(
+    ("zero", "virtual", "tied"), [(2, 1, True), (2, 1, False), (3, 1, True), (3, 1, False), (3, 4, False)]
+)
+def test_blocks_whose_gradients_gemms_round_have_no_slots_in_float32(zero, virtual, tied):
+    """The plan counts the slots that are allocated: in bfloat16 for all units, in float32 for tables only."""
+    torch = pytest.importorskip("torch")
+    from megascale.model.transformer import Chunk
+    from megascale.parallel.buffers import Axes, ParamAndGradBuffer
+    from megascale.parallel.collectives import Axis
+    from megascale.parallel.copy_reduction import CopyReduction, count_slot_elements, count_wide_elements
+    from megascale.parallel.data_parallel import DataParallel
+
+    model = {"hidden": 256, "heads": 4, "layers": 4, "vocab_size": 4096, "tied_embeddings": tied}
+    parallel = {"data": 4, "zero": zero, "virtual_stages": virtual, "reduce_dtype": "bfloat16"}
+    if virtual > 1:
+        parallel["micro_batch_group_size"] = 4
+    tree = {
+        "model": model,
+        "parallel": parallel,
+        "train": {"micro_batch": 1, "global_batch": 16, "precision": "bfloat16"},
+        "overlap": {"reductions": "copies"},
+        "kernels": {"graphs": "off"},
+    }
+    layout = lay_out(from_tree(tree), 4)
+    config = layout.config
+    assert rounds_block_gradients(config, layout.grid)
+    planned, _ = estimate_rank_memory(config, layout.grid, layout.schedule(), 0)
+    axis = Axis(None, 4, 1)
+    buffers = []
+    chunks = layout.stage_layers(0)
+    for index, layers in enumerate(chunks):
+        is_first, is_last = index == 0, index == len(chunks) - 1
+        chunk = Chunk(config.model, layers, is_first=is_first, is_last=is_last, dtype=torch.bfloat16)
+        buffers.append(
+            ParamAndGradBuffer(
+                chunk,
+                torch.device("cpu"),
+                Axes(data=axis, reduce=axis),
+                zero=zero,
+                bucket_elements=layout.bucket_elements,
+                table_part=layout.find_table_part(0),
+            )
+        )
+    count = count_slot_elements(buffers)
+    peer_memory = [torch.zeros(2 * count + 512, dtype=torch.uint8) for _ in range(4)]
+    exchange = SimpleNamespace(rank=1, size=4, peer_memory=peer_memory)
+    wide_count = count_wide_elements(buffers)
+    copies = CopyReduction(exchange, count, torch.float32, torch.bfloat16, wide_count=wide_count)
+    slots = DataParallel(buffers, copy_reduction=copies).gradient_slots
+    assert slots is not None
+    assert slots.memory.nbytes == 4 * wide_count
+    tensors = [slots.memory, slots.rounded, copies.staging]
+    resident_bytes = 0
+    for buffer in buffers:
+        tensors += [buffer.grads, buffer.shard_grads]
+        resident_bytes += buffer.grads.nbytes // 2  # rounded copies, which exist while they are reduced
+    allocated = sum(tensor.nbytes for tensor in tensors) + resident_bytes
+    assert allocated == pytest.approx(planned.gradients, rel=0.01)
+    with_float32_slots = planned.gradients + 4 * (count - wide_count)
+    assert with_float32_slots > 1.02 * planned.gradients
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"train": {"linear_precision": "float8"}},
+        {"train": {"lora": {"rank": 4}}},
+        {"parallel": {"tensor": 2}},
+        {"parallel": {"reduce_dtype": "float32"}},
+        {"overlap": {"reductions": "collectives"}},
+        {"model": {"mlp": "experts", "mlp_bias": False, "experts": {"number": 8, "top_k": 2, "width": 96}}},
+    ],
+)
+def test_blocks_with_other_gradients_have_slots_in_float32(change):
+    tree = {
+        "model": {"hidden": 256, "heads": 4, "layers": 4, "vocab_size": 4096},
+        "parallel": {"data": 2, "zero": 2, "reduce_dtype": "bfloat16"},
+        "train": {"micro_batch": 1, "global_batch": 16, "precision": "bfloat16"},
+        "overlap": {"reductions": "copies"},
+    }
+    layout = lay_out(from_tree(tree), 2)
+    assert rounds_block_gradients(layout.config, layout.grid)
+    changed = {section: {**tree[section], **change.get(section, {})} for section in tree}
+    layout = lay_out(from_tree(changed), 2 * changed["parallel"].get("tensor", 1))
+    assert not rounds_block_gradients(layout.config, layout.grid)
+
+
+@pytest.fixture
+def piece_variable(monkeypatch):
+    """A function that sets the variable of the size of pieces."""
+
+    def set_variable(text: str) -> None:
+        monkeypatch.setenv(PIECE_VARIABLE, text)
+        read_piece_mib.cache_clear()
+
+    yield set_variable
+    read_piece_mib.cache_clear()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_the_environment_sets_the_size_of_pieces(ranks, piece_variable):
+    default = size_staging(1 << 30, ranks)
+    for mib in (4, 8, 16, 32):
+        piece_variable(str(mib))
+        halves, peers, piece = size_staging(1 << 30, ranks)
+        assert (halves, peers) == default[:2]
+        assert piece % 64 == 0
+        assert 0.99 * mib < 4 * peers * piece / 2**20 <= mib
+    if ranks <= 4:
+        assert piece == default[2]
+    piece_variable("0.5")
+    with pytest.raises(ConfigError, match=r"MEGASCALE_REDUCE_PIECE_MIB=0\.5 is not a number of MiB; set it to"):
+        size_staging(1 << 30, ranks)
 
 
 @pytest.mark.parametrize("ranks", range(2, 17))

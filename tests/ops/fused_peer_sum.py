@@ -9,14 +9,16 @@ from tests.ops import interpreted  # noqa: F401
 import pytest
 import torch
 
-from megascale.ops import dispatch
+from megascale.ops import dispatch, peer_sum
 from megascale.ops.peer_max import RELEASED
 from megascale.ops.peer_sum import BLOCK, MAX_RANKS, PARTS_BLOCK_BYTES, PeerSum, sum_over_peers, sum_parts
 
 
+@pytest.mark.parametrize("evicts_first", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("count", [5, BLOCK, 2 * BLOCK + 3])
-def test_parts_are_added_in_the_order_of_ranks(ranks, count):
+def test_parts_are_added_in_the_order_of_ranks(ranks, count, evicts_first, monkeypatch):
+    monkeypatch.setattr(peer_sum, "EVICTS_FIRST", evicts_first)
     generator = torch.Generator().manual_seed(count)
     parts = torch.randn(ranks, count, generator=generator) * 10.0 ** torch.arange(ranks)[:, None]
     expected = parts[0].clone()

@@ -369,6 +369,25 @@ def test_one_process_needs_no_address(monkeypatch):
         start(0, 2, [])
 
 
+def make_default_group() -> None:
+    store = dist.HashStore()
+    start_job._make_default_group(store, 0, 1, device=torch.device("cuda"), group_timeout=1.0, preparation=None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the calls must fail before they make a group")
+@pytest.mark.parametrize("make_group", [make_default_group, lambda: start_job.warm_up_nccl(torch.device("cuda"))])
+def test_torchs_warning_of_serial_transfers_is_off_unless_the_environment_asks_for_it(make_group, monkeypatch) -> None:
+    name = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+    monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "5000")  # restored, like the next one
+    for earlier, expected in (("true", "true"), (None, "false")):
+        monkeypatch.setenv(name, str(earlier))
+        if earlier is None:
+            monkeypatch.delenv(name)
+        with pytest.raises((AttributeError, RuntimeError, ValueError)):
+            make_group()
+        assert os.environ[name] == expected
+
+
 def test_an_interface_that_this_host_lacks_is_named(ranks, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "missing0")
     ranks.start(start, range(2), 2, [])

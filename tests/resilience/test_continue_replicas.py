@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.harness.launched import SNAPSHOT_LINE, START_LINE, has_copies
 from megascale.config import load
 from megascale.core.recovery_record import RecoveryRecord
 from megascale.core.status import name_status_file, read_status
@@ -58,7 +59,7 @@ def test_a_job_goes_on_without_a_node_and_takes_it_in_again(
     assert logs.count("were made during the attempt before") == prepared_groups, logs
     assert logs.count("warmed up the groups of the next attempt") == 2 * prepared_groups, logs
     assert logs.count("aborted the groups of the attempt before") == 2 * prepared_groups, logs
-    assert logs.count("is not copied to memory before the join") == 2 * prepared_groups, logs
+    assert logs.count("is not copied to memory before the join") == 2, logs
     for rank in range(3):
         status = read_status(job.run / "status" / name_status_file(rank))
         assert status is not None
@@ -79,6 +80,49 @@ def test_a_job_goes_on_without_a_node_and_takes_it_in_again(
     assert ledger == [4 * i for i in range(60)]
     checked = megascale("data", "ledger", job.run)
     assert checked.returncode == 0, checked.stderr + checked.stdout
+
+
+@pytest.mark.parametrize("waits_for_nodes", [False, True])
+def test_a_single_survivor_copies_its_state_only_if_the_job_waits_for_nodes(
+    waits_for_nodes: bool, launch, megascale, tiny, tmp_path
+) -> None:
+    """Two replicas. The rank is killed as soon as both ranks have copies, which are therefore the source."""
+    steps = ["--train.global_batch=4", "--train.micro_batch=1", "--train.precision=float64", "--train.steps=40"]
+    steps.append("--checkpoint.interval=40")
+    limit = "--resilience.max_missing_seconds=" + ("0.001" if waits_for_nodes else "600")
+    job = launch("broken", "--nodes=2", *steps, *CONTINUED, "--resilience.window=20", "--checkpoint.linger=40", KEEP,
+                 limit)  # fmt: skip
+    job.until("first_step")
+    job.wait(lambda: has_copies(job.run, 2), "copies of both ranks")
+    job.kill_rank(1)
+    assert "1 of 2 replicas" in job.until("replicas_missing").evidence[0]
+    record = RecoveryRecord.from_details(job.until("recovered").details)
+    assert record is not None
+    assert record.lost_steps <= 1, job.story()
+    assert "memory" in record.source, job.story()
+    job.until("replicas_overdue" if waits_for_nodes else "replicas_joining")
+    assert job.until("attempt_started").nodes == ("n0", "n1")
+    assert job.finish() == 0, job.story()
+    log = (job.run / "logs" / "rank-0.log").read_text()
+    assert log.count("is not copied to memory before the join") == (not waits_for_nodes), log
+
+    calm = megascale("train", tiny, *steps, "--train.name=calm", "--parallel.data=1")
+    assert calm.returncode == 0, calm.stderr
+    run, undisturbed = dict(losses(job.run)), dict(losses(tmp_path / "runs" / "calm"))
+    assert sorted(run) == sorted(undisturbed) == list(range(1, 41))
+    assert np.allclose([run[step] for step in run], [undisturbed[step] for step in run], rtol=1e-11, atol=0)
+
+
+def test_copies_count_once_each_rank_has_its_own_of_the_newest_start(tmp_path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    start, snapshot = f"{START_LINE}0.5 s after the groups\n", f"{SNAPSHOT_LINE}step 3\n"
+    (logs / "rank-0.log").write_text(start + snapshot)
+    assert not has_copies(tmp_path, 2)
+    (logs / "rank-1.log").write_text(start + snapshot + start)
+    assert (has_copies(tmp_path, 1), has_copies(tmp_path, 2)) == (True, False)
+    (logs / "rank-1.log").write_text(start + snapshot + start + snapshot)
+    assert has_copies(tmp_path, 2)
 
 
 def test_training_without_a_driver_says_that_it_is_missing(megascale, tiny) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 from megascale.core.recovery_record import RecoveryRecord
-from tests.resilience.test_launch import CALM, assert_same_run
+from megascale.resilience.process_birth import read_birth_time
+from tests.resilience.test_launch import CALM, assert_same_run, losses
 
 MEMORY = ["--checkpoint.background=true", "--checkpoint.memory_interval=1", "--checkpoint.linger=30"]
 
@@ -84,3 +86,27 @@ def test_without_keep_seconds_every_rank_gets_a_new_process(launch):
     record = recovery(job)
     assert (record.reused_ranks, record.doubts) == ((), {})
     assert job.pid(0) != survivor
+
+
+def test_copies_in_memory_outlive_the_linger_while_agents_wait_for_an_order(launch):
+    """A second crash on a node makes the driver end all trainers for self-checks. A stopped driver delays the start."""
+    linger = 5.0
+    memory = [*MEMORY[:-1], f"--checkpoint.linger={linger:g}", "--checkpoint.interval=0"]
+    job = launch("checked", "--nodes=2", "--resilience.window=5", *memory, "--train.steps=100000")
+    job.until("first_step")
+    job.until_step(4)
+    os.kill(job.pid(1), signal.SIGSEGV)
+    assert recovery(job).cause == "segmentation_fault"
+    job.until_step(losses(job.run)[-1][0] + 4)
+    survivor = job.pid(0)
+    os.kill(job.pid(1), signal.SIGSEGV)
+    crash = job.until("segmentation_fault")
+    assert crash.action == "diagnose", crash.evidence
+    job.wait(lambda: not read_birth_time(survivor), "end of the trainers")
+    os.kill(job.process.pid, signal.SIGSTOP)
+    deadline = time.monotonic() + linger + 2.0  # a service looks every 0.2 s whether it is still needed
+    job.wait(lambda: time.monotonic() > deadline, "end of the linger")
+    os.kill(job.process.pid, signal.SIGCONT)
+    record = recovery(job)
+    assert record.source == "memory", job.story()
+    assert 0 <= record.lost_steps <= 1

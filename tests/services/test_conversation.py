@@ -58,3 +58,16 @@ def test_sending_ends_once_nobody_takes_anything_for_the_limit(ends):
     with pytest.raises(TimeoutError):
         sender.send_bytes(memoryview(bytes(1 << 24)))
     assert time.monotonic() - begun >= LIMIT
+
+
+def test_a_look_at_the_connection_does_not_wait_for_the_timeout_of_the_socket() -> None:
+    ends = socket.socketpair()
+    left, right = (Conversation(end, SCHEMA, SCHEMA) for end in ends)
+    left.sock.settimeout(60.0)
+    with left:
+        start = time.monotonic()
+        assert left.is_connected()
+        assert time.monotonic() - start < 30.0
+        right.close()
+        assert not left.is_connected()
+    assert not left.is_connected()

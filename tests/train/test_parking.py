@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megascale import config, torch_private
+from megascale.checkpoint.object_collectives import Peers
 from megascale.core.exit_record import ExitKind, find_exit_record
 from megascale.core.grid import Grid
 from megascale.core.layout import lay_out
@@ -44,6 +45,7 @@ from megascale.train.parking import LeaveAttempt, Parking
 from megascale.train.predecessors import await_predecessors
 from megascale.train.rank_info import RankInfo
 from megascale.train.run_folder import RunFolder
+from megascale.train.stop_requests import StopRequests
 from megascale.train.telemetry import _list_groups
 from tests.forked import context
 from tests.rendezvous.conftest import free_port
@@ -442,10 +444,41 @@ def test_complete_groups_survive_an_order_to_leave_after_a_step_only(after_step:
     assert preparation.warm_up(SECONDS)
     os.write(orders, encode_order(Park(1, after_step)))
     await_condition(lambda: parked.must_leave_after_step or parked.must_leave_now)
+    assert not parked.joins_at_once
     if not after_step:
         await_condition(lambda: preparation.failure)
     assert parked.decide_stay(LeaveAttempt("the rank leaves the attempt after step 7"))
     assert (parked.keeps_groups, preparation.is_warm) == (after_step, after_step)
+
+
+class TwoRanks:
+    """Peers of this rank and another one.
+
+    Args:
+        other_flag: flag of the other rank.
+    """
+
+    def __init__(self, other_flag: bool) -> None:
+        self.other_flag = other_flag
+
+    def all_true(self, flag: bool) -> bool:
+        return flag and self.other_flag
+
+
+@pytest.mark.parametrize("joins_at_once", [False, True])
+def test_the_order_to_leave_says_whether_the_state_needs_a_copy(joins_at_once: bool, parking) -> None:
+    parked, orders = parking
+    requests = StopRequests(2, parked)
+    os.write(orders, encode_order(Park(1, after_step=True, joins_at_once=joins_at_once)))
+    await_condition(lambda: parked.must_leave_after_step)
+    assert not requests.needs_no_copy(Peers())  # the ranks have not agreed to leave yet
+    requests.follow(requests.choose(must_stop=False))
+    assert requests.needs_no_copy(Peers()) == joins_at_once
+    other_rank: Any = TwoRanks(other_flag=False)  # the order has reached the other rank
+    assert requests.needs_no_copy(other_rank)
+    os.write(orders, encode_order(Resume({"MEGASCALE_ATTEMPT": "2"})))
+    await_condition(lambda: not parked.must_leave_after_step)
+    assert not parked.joins_at_once
 
 
 def test_another_order_replaces_a_preparation_and_one_of_another_attempt_does_not(parking, store) -> None:

@@ -125,7 +125,11 @@ class Checkpointer:
         """
         interval = self.config.interval
         memory_interval = self.config.memory_interval
-        if last or self._is_only_in_memory or (interval and step % interval == 0):
+        if last or (interval and step % interval == 0):
+            return "storage"
+        # A job that saves neither at an interval nor at its end keeps its state out of storage after a load too. The
+        # check of a start reserves no disk for it.
+        if self._is_only_in_memory and (interval or self.config.at_end):
             return "storage"
         if memory_interval and step % memory_interval == 0:
             return "memory"

@@ -153,6 +153,7 @@ def estimate_stage_memory(
     adapters: AdapterSpec | None = None,
     expert_rows: float = 1.0,
     reduces_by_copies: bool = False,
+    rounds_blocks: bool = False,
     runs_eager_steps: bool = False,
 ) -> MemoryEstimate:
     """Estimate the peak memory of a rank of pipeline stage `stage`, in bytes by kind.
@@ -171,6 +172,7 @@ def estimate_stage_memory(
         adapters: low-rank adapters, the only trained parameters; None: all parameters are trained.
         expert_rows: kernels.expert_rows: rows that graphs have room for, relative to an even load.
         reduces_by_copies: whether overlap.reductions is copies.
+        rounds_blocks: whether blocks have gradient slots in bfloat16 only (core/rank_memory.py).
         runs_eager_steps: whether some steps run without the graphs (train/replay_check.py).
     """
     rank = _RankShape(model, parallel, grid, schedule, stage, micro_batch, precision, linear_precision, adapters)
@@ -184,6 +186,7 @@ def estimate_stage_memory(
             stage=stage,
             master_itemsize=rank.master_itemsize,
             reduces_by_copies=reduces_by_copies,
+            rounds_blocks=rounds_blocks,
         )
     else:
         weights += trained  # the adapters, next to the model's own parameters
@@ -412,11 +415,13 @@ def _gradient_bytes(
     stage: int,
     master_itemsize: int,
     reduces_by_copies: bool,
+    rounds_blocks: bool,
 ) -> int:
     parameters = count_stage_parameters(model, parallel, stage)
     if grid.shards == 1:
         return master_itemsize * parameters
     unreduced = parameters
+    wide = parameters
     reduced_shards = 0
     staging = 0
     if parallel.zero >= 2:
@@ -427,10 +432,13 @@ def _gradient_bytes(
             table_part = units.find_table_part(parallel.bucket_elements)
         slots = units.count_gradient_slots(table_part)
         unreduced = slots + resident
+        wide = unreduced
+        if rounds_blocks:
+            wide = units.count_wide_slots(table_part) + resident
         if reduces_by_copies:
             staging = prod(size_staging(slots, grid.shards))
         reduced_shards = ceil_divide(units.sharded, grid.shards)
-    total = master_itemsize * (unreduced + reduced_shards)
+    total = master_itemsize * (wide + reduced_shards)
     sent_itemsize = master_itemsize
     if parallel.reduce_dtype == "bfloat16":
         sent_itemsize = DTYPE_BYTES["bfloat16"]

@@ -237,6 +237,16 @@ class UnitElements:
             return max(2 * self.block, self.outer)
         return max(2 * self.block, TABLE_PARTS * table_part)
 
+    def count_wide_slots(self, table_part: int | None) -> int:
+        """Return the elements of gradient slots in float32 if blocks have slots in bfloat16 only.
+
+        Args:
+            table_part: as for `count_gradient_slots`.
+        """
+        if table_part is None:
+            return self.outer
+        return TABLE_PARTS * table_part
+
 
 def count_stage_units(model: ModelConfig, parallel: ParallelConfig, stage: int) -> UnitElements:
     """Return the elements of a stage's units on one tensor-parallel rank."""

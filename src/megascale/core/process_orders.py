@@ -28,10 +28,12 @@ class Park(msgspec.Struct, frozen=True, tag_field="do", tag="park"):
     Attributes:
         attempt: index of the attempt; a process in another attempt ignores the order.
         after_step: whether to complete the step first, and to copy its state to memory.
+        joins_at_once: with `after_step`, whether the next attempt begins at once, so that no rank copies its state.
     """
 
     attempt: int
     after_step: bool = False
+    joins_at_once: bool = False
 
 
 class Resume(msgspec.Struct, frozen=True, tag_field="do", tag="resume"):

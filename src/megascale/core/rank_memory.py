@@ -86,11 +86,28 @@ def _estimate(
         adapters=AdapterSpec.from_config(config.train),
         expert_rows=config.kernels.expert_rows,
         reduces_by_copies=has_copies,
+        rounds_blocks=has_copies and rounds_block_gradients(config, grid),
         runs_eager_steps=may_replay_with_graphs(config, grid),
     )
     if not has_gpu:
         return memory
     return replace(memory, prepared_groups=estimate_prepared_groups(config, grid))
+
+
+def rounds_block_gradients(config: Config, grid: Grid) -> bool:
+    """Return whether GEMMs round all gradients of blocks to the type in which copies reduce them.
+
+    Blocks then need no gradient slots in float32 (parallel/gradient_slots.py). GEMMs in float8 and those of experts
+    cannot round their results, and a registered layer may compute a gradient without a GEMM. Several ranks of the
+    tensor axis may compute a gradient by several GEMMs.
+    """
+    if config.parallel.reduce_dtype != "bfloat16" or explain_collective_reductions(config, grid):
+        return False
+    if config.train.linear_precision != "default" or config.train.lora is not None:
+        return False
+    if grid.tensor > 1 or has_experts(config.model):
+        return False
+    return not find_plugin_setting(config)
 
 
 def explain_no_graphs(config: Config, grid: Grid | None = None, measures_launches: bool = False) -> str:

@@ -21,7 +21,6 @@ from megascale import torch_private
 from megascale.errors import ConfigError, describe_install
 from megascale.ops import dispatch
 from megascale.ops.compiled_kernels import enable_kernel_cache
-from megascale.ops.flash4_calls import Flash4Calls, make_calls
 from megascale.ops.rope import allocate_attention_gradients
 
 Backend = Callable[[Tensor, Tensor, Tensor, "int | None"], Tensor]
@@ -312,12 +311,6 @@ def load_flash4() -> Any:
     return interface
 
 
-@functools.cache
-def load_flash4_calls() -> Flash4Calls:
-    """Return the calls of FlashAttention-4's kernels for dense sequences. Raises ImportError without the package."""
-    return make_calls(load_flash4())
-
-
 def _view_batch_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     """View [S, B, N, D] as [B, S, N, D]."""
     return tuple(t.transpose(0, 1) for t in tensors)
@@ -340,7 +333,7 @@ class _FlashAttention4(torch.autograd.Function):
         ctx.mask_options = {"causal": True, "window_size_left": None if window is None else window - 1}
         ctx.deterministic = dispatch.is_deterministic()
         q_BSND, k_BSGD, v_BSGD, out_BSND = _view_batch_first(q, k, v, out)
-        load_flash4_calls().run_forward(q_BSND, k_BSGD, v_BSGD, out_BSND, lse, **ctx.mask_options)
+        load_flash4()._flash_attn_fwd(q_BSND, k_BSGD, v_BSGD, **ctx.mask_options, out=out_BSND, lse=lse)
         ctx.save_for_backward(q, k, v, out, lse)
         return out.view(S, B, N * D)
 
@@ -349,16 +342,14 @@ class _FlashAttention4(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         d_out = upstream[0].contiguous().view(q.shape)
         grads = allocate_attention_gradients(q, k)
-        q, k, v, out, d_out, dq, dk, dv = _view_batch_first(q, k, v, out, d_out, *grads)
-        load_flash4_calls().run_backward(
-            q,
-            k,
-            v,
-            out,
-            d_out,
+        dq, dk, dv = _view_batch_first(*grads)
+        load_flash4()._flash_attn_bwd(
+            *_view_batch_first(q, k, v, out, d_out),
             lse,
-            grads=(dq, dk, dv),
             **ctx.mask_options,
+            dq=dq,
+            dk=dk,
+            dv=dv,
             deterministic=ctx.deterministic,
         )
         return *grads, None

@@ -24,7 +24,7 @@ from megascale.ops.attention_backends import (
     attend_eagerly,
     check_equal_lengths,
     flex,
-    load_flash4_calls,
+    load_flash4,
     make_causal_mask,
     merge_heads,
 )
@@ -132,8 +132,8 @@ def _run_flash4(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> tuple[Te
     q_BSND, k_BSGD, v_BSGD = (t.transpose(0, 1) for t in (q, k, v))
     # FlashAttention's window does not count the query itself.
     window_size = None if window is None else window - 1
-    load_flash4_calls().run_forward(
-        q_BSND, k_BSGD, v_BSGD, y.transpose(0, 1), lse, causal=True, window_size_left=window_size
+    load_flash4()._flash_attn_fwd(
+        q_BSND, k_BSGD, v_BSGD, causal=True, window_size_left=window_size, out=y.transpose(0, 1), lse=lse
     )
     return y, lse, ()
 
@@ -144,14 +144,16 @@ def _run_flash4_backward(
     gradients = allocate_qkv_gradients(q, k)
     dq, dk, dv = (t.transpose(0, 1) for t in gradients)
     q_BSND, k_BSGD, v_BSGD, y_BSND, dy_BSND = (t.transpose(0, 1) for t in (q, k, v, y, dy))
-    load_flash4_calls().run_backward(
+    load_flash4()._flash_attn_bwd(
         q_BSND,
         k_BSGD,
         v_BSGD,
         y_BSND,
         dy_BSND,
         lse,
-        grads=(dq, dk, dv),
+        dq=dq,
+        dk=dk,
+        dv=dv,
         causal=True,
         window_size_left=None if window is None else window - 1,
         deterministic=dispatch.is_deterministic(),

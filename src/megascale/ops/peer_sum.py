@@ -8,6 +8,7 @@ The waiting rank's watch then writes RELEASED into that rank's flags, which ends
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -19,6 +20,8 @@ from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
 from megascale.ops.peer_max import WORD_BYTES
 
 BLOCK = 2048  # elements per program
+# For measurements: let the L2 cache evict the data of `sum_over_peers` first, since it is used once.
+EVICTS_FIRST = os.environ.get("MEGASCALE_REDUCE_EVICT_FIRST", "0") == "1"
 MAX_RANKS = 8  # of `sum_parts`
 PARTS_BLOCK_BYTES = 32768  # bytes of a block of all parts in `sum_parts`
 PARTS_STAGES = 5  # a program of `sum_parts` loads the next four blocks into shared memory meanwhile
@@ -35,11 +38,13 @@ def _sum_over_peers_kernel(
     RANKS: tl.constexpr,
     WIDEN: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    EVICTION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Sum BLOCK elements over RANKS ranks, into out_ptr. `stride` is the length of a row of received summands.
 
     WIDEN: add in float32, because the summands have 16 bits.
+    EVICTION: eviction policy of all loads and of the store.
     """
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = element < count
@@ -47,21 +52,24 @@ def _sum_over_peers_kernel(
         dtype: tl.constexpr = tl.float32
     else:
         dtype: tl.constexpr = local_ptr.dtype.element_ty  # type: ignore[no-redef]
-    local = tl.load(local_ptr + element, mask=inside, other=0.0).to(dtype)
+    local = tl.load(local_ptr + element, mask=inside, other=0.0, eviction_policy=EVICTION).to(dtype)
     total = tl.zeros((BLOCK,), dtype)
     for rank in tl.static_range(RANKS):
         if rank == RANK:
             total += local
         else:
             row = rank if rank < RANK else rank - 1
-            total += tl.load(received_ptr + row * stride + element, mask=inside, other=0.0).to(dtype)
+            received = received_ptr + row * stride + element
+            total += tl.load(received, mask=inside, other=0.0, eviction_policy=EVICTION).to(dtype)
     if ACCUMULATE:
-        total += tl.load(out_ptr + element, mask=inside, other=0.0).to(dtype)
-    tl.store(out_ptr + element, total.to(out_ptr.dtype.element_ty), mask=inside)
+        total += tl.load(out_ptr + element, mask=inside, other=0.0, eviction_policy=EVICTION).to(dtype)
+    tl.store(out_ptr + element, total.to(out_ptr.dtype.element_ty), mask=inside, eviction_policy=EVICTION)
 
 
 def sum_over_peers(local: Tensor, received: Tensor, rank: int, out: Tensor, accumulate: bool = False) -> None:
     """Write the sum of all ranks' summands, added in the order of ranks, to `out`, or add it with `accumulate`.
+
+    One pass reads each summand once, and `out` once with `accumulate`, and writes `out` once.
 
     Args:
         local: this rank's summand [count], contiguous.
@@ -81,6 +89,7 @@ def sum_over_peers(local: Tensor, received: Tensor, rank: int, out: Tensor, accu
             RANKS=ranks,
             WIDEN=local.dtype.itemsize < 4,
             ACCUMULATE=accumulate,
+            EVICTION="evict_first" if EVICTS_FIRST else "",
             BLOCK=BLOCK,
         )
         return

@@ -6,8 +6,11 @@ kernel on a side stream adds each piece and the rank's own gradients to the shar
 NCCL's reductions, copies take no SMs from the GEMMs of the backward.
 
 With parallel.reduce_dtype=bfloat16 peer memory has slots of 16 bits, into which GEMMs write their rounded gradients
-directly. All other gradients are written to slots in float32 and are rounded when the reduction begins. Unlike
+directly. All other gradients are written to slots in float32 and are rounded when the reduction begins. If GEMMs round
+all gradients of blocks (`rounds_block_gradients` of core/rank_memory.py), only tables have slots in float32. Unlike
 `reduce_scatter_rounded`, the rank's own gradients are rounded too. Sums have the type of the shard's gradients.
+
+A sum reads each addend and the shard once and writes the shard once (ops/peer_sum.py).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from megascale.ops.peer_sum import sum_over_peers
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.collectives import Axis, Pending
 from megascale.parallel.exchange import Exchange
-from megascale.parallel.gradient_slots import ShardTarget, size_slots
+from megascale.parallel.gradient_slots import ShardTarget, size_slots, size_wide_slots
 from megascale.parallel.peer_memory import PeerMemory
 
 
@@ -33,28 +36,46 @@ def count_slot_elements(buffers: Sequence[ParamAndGradBuffer]) -> int:
     return size
 
 
+def count_wide_elements(buffers: Sequence[ParamAndGradBuffer]) -> int:
+    """Return the number of elements of the slots in float32 if blocks have rounded slots only."""
+    return size_wide_slots([buffer.layout for buffer in buffers], [buffer.count_units() for buffer in buffers])
+
+
 class CopyReduction:
     """Reduces gradients in slots over data-parallel ranks by the copy engines.
 
     Args:
         exchange: exchange of the data-parallel ranks, whose peer memory has room for the slots.
         count: number of elements of the slots.
+        wide_count: number of elements of `memory` if GEMMs round all gradients of blocks; None: `count`. It needs a
+            `sent_dtype` that is narrower than `dtype`.
 
     Attributes:
         memory: memory of the slots.
         rounded: memory of the slots in the type in which gradients are sent; None if that is the type of `memory`.
+        rounds_blocks: whether blocks have slots in `rounded` only.
         staging: memory for pieces of the other ranks' gradients.
     """
 
-    def __init__(self, exchange: Exchange, count: int, dtype: torch.dtype, sent_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        count: int,
+        dtype: torch.dtype,
+        sent_dtype: torch.dtype,
+        wide_count: int | None = None,
+    ) -> None:
         self._exchange = exchange
         self._peer_memory = PeerMemory(exchange)
         sent = self._peer_memory.take(count, sent_dtype).zero_()
         self.rounded: Tensor | None = None
+        self.rounds_blocks = wide_count is not None
         if sent_dtype == dtype:
+            assert wide_count is None
             self.memory = sent
         else:
-            self.memory = torch.zeros(count, dtype=dtype, device=sent.device)
+            memory_count = count if wide_count is None else wide_count
+            self.memory = torch.zeros(memory_count, dtype=dtype, device=sent.device)
             self.rounded = sent
         self.staging = torch.empty(size_staging(count, exchange.size), dtype=sent_dtype, device=sent.device)
         # Every rank's gradients of a shard that this rank reduces, by address and length of this rank's.
@@ -67,7 +88,7 @@ class CopyReduction:
         """
         sent = grads
         prepare = None
-        if self.rounded is not None:
+        if self.rounded is not None and grads.dtype != self.rounded.dtype:
             start = grads.storage_offset() - self.memory.storage_offset()
             sent = self.rounded[start : start + len(grads)]
             if target.unrounded:

@@ -184,6 +184,7 @@ class DataParallel:
                 runtime=self._runtime,
                 memory=None if copy_reduction is None else copy_reduction.memory,
                 rounded=None if copy_reduction is None else copy_reduction.rounded,
+                rounds_blocks=copy_reduction is not None and copy_reduction.rounds_blocks,
                 overlaps_parts=overlap,
             )
 

@@ -18,6 +18,9 @@ and head, which may be much larger than a block, use the memory of both slots. T
 ZeRO-2 divides a table that is larger than the slots by rows. Its parts use the slots' memory in turn. A part is open
 only while one operator writes it. The loss writes the head once per group of tokens, so each part is then reduced once
 per group of tokens.
+
+Gradients may be sent in a narrower type than they are summed in (copy_reduction.py). The rounded slots then hold what
+is sent. Where GEMMs round all gradients of blocks, blocks have rounded slots only.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from megascale.core.schedule import ActionKind
 from megascale.parallel.buffer_layout import FlatLayout, compute_slot_starts, find_gaps
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.collectives import Axis, Pending
+from megascale.parallel.parameters import get_spec
 from megascale.parallel.runtime import Runtime
 from megascale.parallel.slot_sink import RowPart, SlotSink, TableSink
 
@@ -55,7 +59,7 @@ class _WritePlan(NamedTuple):
 
     Attributes:
         zeroed: ranges of the bucket that are set to zero first, because operators add to them.
-        overwritten: sinks of parameters whose only gradient is that of a GEMM, which overwrites the memory.
+        overwritten: sinks whose gradients the next GEMM overwrites, because no other operator adds to them.
         views: the memory that each sink writes.
         unrounded: ranges of elements that are not written to the rounded slots directly.
     """
@@ -124,8 +128,9 @@ class GradientBucket:
     Attributes:
         unit: index of the unit in the chunk's forward.
         start, stop: range of elements in the slots' memory.
-        grads: the bucket's gradients, a view of the slots' memory. With rounded slots GEMMs may write their gradients
-            to those instead; `widen` copies them here.
+        is_rounded: whether all gradients of the bucket are written to the rounded slots.
+        grads: the bucket's gradients, a view of the slots' memory, or of the rounded slots if `is_rounded`. With
+            rounded slots GEMMs may write their gradients to those instead; `widen` copies them here.
         is_open: whether the bucket has gradients of the present backward that are not reduced yet.
         is_reduced: whether this step has reduced the bucket before, so that the next result is added.
     """
@@ -139,7 +144,12 @@ class GradientBucket:
         self._span = buffer.layout.buckets[index]
         self.start = start
         self.stop = start + self._span.stop - self._span.start
-        self.grads = slots.memory[start : self.stop]
+        self.is_rounded = slots.rounds_blocks and is_block(self.unit, buffer.count_units())
+        if self.is_rounded:
+            assert slots.rounded is not None
+            self.grads = slots.rounded[start : self.stop]
+        else:
+            self.grads = slots.memory[start : self.stop]
         self._shard_grads = buffer.shards[index].grads
         self.is_open = False
         self.is_reduced = False
@@ -147,7 +157,8 @@ class GradientBucket:
         self._write_plans: dict[ActionKind, _WritePlan] = {}
         self._overwritten: list[SlotSink] = []  # as in the plan of the present backward
         self._views: list[_GradientView] = []
-        self._first_plan = _WritePlan([self.grads], overwritten=[], views=[], unrounded=[(0, self.stop - start)])
+        unrounded = [] if self.is_rounded else [(0, self.stop - start)]
+        self._first_plan = _WritePlan([self.grads], overwritten=[], views=[], unrounded=unrounded)
         self._plan = self._first_plan  # of the present or last backward
         if self._span.rows is not None:
             self._add_part(buffer, self._span.rows)
@@ -165,6 +176,8 @@ class GradientBucket:
             sink.view = view
             sink.before_write = self.open_for_write
             self._first_plan.views.append((sink, view))
+            if self.is_rounded:
+                self._first_plan.overwritten.append(sink)  # no GEMM adds to memory of 16 bits
 
     def _add_part(self, buffer: ParamAndGradBuffer, rows: tuple[int, int]) -> None:
         """Let the sink of a divided table write `rows` of its gradient to this bucket."""
@@ -264,6 +277,8 @@ class GradientBucket:
         views = []
         for member, sink, first, view, rounded in self._views:
             is_overwritten = write_counts[member] == 1 and sink.is_gemm_gradient
+            if self.is_rounded and write_counts[member] and not (is_overwritten and sink.can_be_rounded):
+                raise RuntimeError(self._explain_unrounded(member))
             elements = first, first + view.numel()
             if is_overwritten:
                 overwritten.append(sink)
@@ -275,12 +290,24 @@ class GradientBucket:
                 views.append((sink, view))
         size = self.stop - self.start
         zeroed = [self.grads[first:last] for first, last in find_gaps(0, size, overwritten_ranges)]
-        write_plan = _WritePlan(zeroed, overwritten, views, unrounded=find_gaps(0, size, rounded_ranges))
+        unrounded = [] if self.is_rounded else find_gaps(0, size, rounded_ranges)
+        write_plan = _WritePlan(zeroed, overwritten, views, unrounded)
         self._write_plans[state.backward_kind] = write_plan
         return write_plan
 
+    def _explain_unrounded(self, member: int) -> str:
+        """Return the error for a matrix of a rounded bucket whose gradient is not the rounded result of one GEMM."""
+        names = ", ".join(piece.name for piece in get_spec(self._buffer.parameters[member]).pieces)
+        return (
+            "parallel.reduce_dtype=bfloat16 with overlap.reductions=copies keeps the gradients of blocks in bfloat16 "
+            f"only, but {names} has a gradient that is not written by one GEMM; set "
+            "--overlap.reductions=collectives or --parallel.reduce_dtype=float32"
+        )
+
     def widen(self) -> torch.Tensor:
         """Return `grads` with all gradients, also those that GEMMs have written to the rounded slots."""
+        if self.is_rounded:
+            return self.grads
         for item in self._views:
             if item.sink.view is item.rounded:
                 item.view.copy_(item.rounded)
@@ -293,7 +320,8 @@ class GradientBucket:
         self.slots.runtime.stream.synchronize()
         for sink in self._overwritten:
             if sink.should_overwrite:  # no GEMM has written the gradient in this backward
-                sink.view.zero_()
+                if self._plan is not self._first_plan:  # the first plan zeroes all gradients, to which others may add
+                    sink.view.zero_()
                 sink.should_overwrite = False
         self.is_open = False
         target = ShardTarget(self._shard_grads, self.is_reduced, self._plan.unrounded)
@@ -327,7 +355,9 @@ class GradientSlots:
     Args:
         start_reduction: starts to reduce a bucket's gradients over data-parallel ranks.
         memory: memory for all slots, which peers may read; None: the slots get memory that only this rank reads.
-        rounded: memory that peers read instead, of a narrower type and the size of `memory`; None: they read `memory`.
+        rounded: memory of all slots that peers read instead, of a narrower type; None: they read `memory`.
+        rounds_blocks: whether GEMMs write all gradients of blocks to `rounded`. `memory` then has the elements of
+            `size_wide_slots` only.
         overlaps_parts: whether later work overlaps with the reductions of a divided table's parts.
 
     Attributes:
@@ -345,10 +375,12 @@ class GradientSlots:
         runtime: Runtime,
         memory: torch.Tensor | None = None,
         rounded: torch.Tensor | None = None,
+        rounds_blocks: bool = False,
         overlaps_parts: bool = True,
     ) -> None:
         self.overlaps_parts = overlaps_parts
         self.rounded = rounded
+        self.rounds_blocks = rounds_blocks
         self.runtime = runtime
         self.states = states
         self.start_reduction = start_reduction
@@ -439,10 +471,25 @@ def size_slots(layouts: Sequence[FlatLayout], unit_counts: Sequence[int]) -> tup
         _, slot_sizes = compute_slot_starts(layout)
         for unit, size in slot_sizes.items():
             largest_size = max(largest_size, size)
-            is_block = 0 < unit < count - 1
-            if is_block:
+            if is_block(unit, count):
                 block_size = max(block_size, size)
     return max(largest_size, 2 * block_size), block_size
+
+
+def is_block(unit: int | None, unit_count: int) -> bool:
+    """Return whether a unit of a chunk's forward is a block. The first and the last unit are not."""
+    return unit is not None and 0 < unit < unit_count - 1
+
+
+def size_wide_slots(layouts: Sequence[FlatLayout], unit_counts: Sequence[int]) -> int:
+    """Return the elements of slots that are not rounded if blocks have rounded slots only (arguments: `size_slots`)."""
+    wide_size = 0
+    for layout, count in zip(layouts, unit_counts, strict=True):
+        _, slot_sizes = compute_slot_starts(layout)
+        for unit, size in slot_sizes.items():
+            if not is_block(unit, count):
+                wide_size = max(wide_size, size)
+    return wide_size
 
 
 def find_slot_starts(layout: FlatLayout, unit_count: int, block_size: int) -> list[int]:
@@ -450,7 +497,6 @@ def find_slot_starts(layout: FlatLayout, unit_count: int, block_size: int) -> li
     units = [unit for unit in layout.units if unit is not None]
     starts, _ = compute_slot_starts(layout)
     for bucket, unit in enumerate(units):
-        is_block = 0 < unit < unit_count - 1
-        if is_block:
+        if is_block(unit, unit_count):
             starts[bucket] += block_size * (unit % 2)
     return starts

@@ -290,6 +290,7 @@ def _make_default_group(
     if world > MAX_GLOO_MESH_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if device.type == "cuda":
+        hide_false_warnings()
         # An agent sets this variable for processes that may take part in several attempts.
         set_watchdog(is_persistent=ORDERS_VARIABLE in os.environ)
     timeout = timedelta(seconds=group_timeout)
@@ -314,6 +315,7 @@ def _make_default_group(
 
 def warm_up_nccl(device: torch.device) -> None:
     """Load NCCL with a communicator of this process alone. No default group may exist."""
+    hide_false_warnings()
     set_watchdog(is_persistent=ORDERS_VARIABLE in os.environ)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -321,6 +323,16 @@ def warm_up_nccl(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     finally:
         dist.destroy_process_group()
+
+
+def hide_false_warnings() -> None:
+    """Let torch print no warning that does not hold for this package's groups, unless the environment asks for it.
+
+    Each NCCL group reads the variable when it is made.
+    """
+    # Torch warns that unbatched sends and receives of one group run one after the other. Each direction of a pipeline
+    # has a group of its own, in which all transfers have one order.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
 
 
 def set_watchdog(is_persistent: bool) -> None:

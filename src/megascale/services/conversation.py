@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
 import threading
@@ -179,10 +180,15 @@ class Conversation:
         The other end must be waiting for a reply: bytes that it has sent would hide the end of the connection.
         """
         try:
+            poller = select.poll()
+            poller.register(self.sock, select.POLLIN)
+            if not poller.poll(0):
+                return True
+            # Without the poll, a socket with a timeout would wait here for all of it.
             return bool(self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
         except BlockingIOError:
             return True
-        except OSError:
+        except (OSError, ValueError):  # ValueError: this end is closed
             return False
 
     def authenticate(self, token: bytes, purpose: str, role: Literal["server", "client"]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from megascale.core.events import Event
 from megascale.core.exit_record import ExitKind, attach_record
 from megascale.errors import TrainingError
 from megascale.train.reporter import Reporter
+
+log = logging.getLogger("megascale.train")
 
 
 class CheckpointPolicy:
@@ -129,6 +132,7 @@ class CheckpointPolicy:
             is_snapshot = self.config.memory_interval > 0 and not outcome.reason and not outcome.replica
             if is_snapshot and not self._has_reported_snapshot:
                 self._has_reported_snapshot = True
+                log.info("first snapshot complete: step %d", step)  # on every rank, unlike the event
                 write_event(Event.FIRST_SNAPSHOT, step=step, **sizes)
             if outcome.committed:
                 write_event(Event.CHECKPOINT_SAVED, step=step, path=f"step-{step}", stall=outcome.stall, **sizes)

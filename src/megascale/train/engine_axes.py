@@ -23,6 +23,7 @@ from megascale.core.head_exchange import HEAD_PARTS, count_head_parts, list_gath
 from megascale.core.inventory import count_distinct_layers
 from megascale.core.layout import Layout
 from megascale.core.memory import gathers_float8
+from megascale.core.rank_memory import rounds_block_gradients
 from megascale.core.schedule import ActionKind
 from megascale.core.spans import SpanAxis
 from megascale.core.unit_slots import has_chunk_slots
@@ -30,7 +31,7 @@ from megascale.errors import ConfigError
 from megascale.parallel import symmetric
 from megascale.parallel.buffers import Axes, ParamAndGradBuffer
 from megascale.parallel.collectives import Axis
-from megascale.parallel.copy_reduction import CopyReduction, count_slot_elements
+from megascale.parallel.copy_reduction import CopyReduction, count_slot_elements, count_wide_elements
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.peer_memory import count_peer_memory_bytes
 from megascale.parallel.pipeline import P2PStream, P2PStreams
@@ -184,8 +185,13 @@ def choose_reductions(
     if not exchange:
         exchange = _make_peer_exchange(axis, config, device, element_count * sent_dtype.itemsize)
     if not isinstance(exchange, str):
-        copy_reduction = CopyReduction(exchange, element_count, dtype, sent_dtype)
-        return ReductionChoice(copy_reduction, exchange, {"gradients of units reduced by": "copy engines"})
+        line = "copy engines"
+        wide_count = None
+        if rounds_block_gradients(config, layout.grid):
+            wide_count = count_wide_elements(buffers)
+            line = "copy engines; blocks have gradients in bfloat16 only"
+        copy_reduction = CopyReduction(exchange, element_count, dtype, sent_dtype, wide_count=wide_count)
+        return ReductionChoice(copy_reduction, exchange, {"gradients of units reduced by": line})
     if config.overlap.reductions == "copies":
         raise ConfigError(
             f"overlap.reductions=copies is unavailable: {exchange}; set --overlap.reductions=collectives, or put each "

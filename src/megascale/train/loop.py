@@ -335,7 +335,7 @@ class Trainer:
         if target is None:
             return
         self._read_pending_step()  # shows whether all ranks leave after this step
-        if self.requests.is_leaving and target == "memory" and self.next_groups.are_ready(self.checkpointer.peers):
+        if target == "memory" and self.requests.needs_no_copy(self.checkpointer.peers):
             log.info("step %d is not copied to memory before the join", self.step)
             return  # the ranks keep their state, or `_leave_after_step` saves it
         self._save(persist=target == "storage")

@@ -11,7 +11,6 @@ import time
 
 import torch
 
-from megascale.checkpoint.object_collectives import Peers
 from megascale.parallel.chunk_graphs import EAGER_STEPS
 from megascale.rendezvous.prepared_groups import FIRST_CALLS_SECONDS, GroupPreparation
 from megascale.train.attempt import Attempt
@@ -76,16 +75,6 @@ class NextGroups:
         if self._requests.must_warm_groups and preparation is not None and preparation.is_connected:
             self._requests.must_warm_groups = False
             self._warm_up(preparation)
-
-    def are_ready(self, peers: Peers) -> bool:
-        """Return whether all ranks have the groups of the next attempt, so that it follows at once. Collective.
-
-        A job that waits for nodes leaves in the same way. Its processes may end meanwhile with the state.
-        """
-        preparation = None
-        if self._parking is not None:
-            preparation = self._parking.preparation
-        return peers.all_true(preparation is not None and preparation.is_warm)
 
     def _abort_earlier_groups(self, parking: Parking) -> None:
         """Abort the groups of the attempt before."""

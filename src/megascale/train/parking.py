@@ -94,6 +94,7 @@ class Parking:
     Attributes:
         must_leave_now: whether the agent has ordered this rank to leave the present attempt at once.
         must_leave_after_step: whether the agent has ordered this rank to leave the present attempt after a step.
+        joins_at_once: whether that order says that prepared nodes join at once, so that the state needs no copy.
         data_size: data-parallel size of the present attempt; 0: the configured one.
         is_reused: whether this process has run an earlier attempt.
         doubt: why this process cannot stay for the next attempt, "" if it can.
@@ -114,6 +115,7 @@ class Parking:
     def __init__(self, descriptor: int) -> None:
         self.must_leave_now = False
         self.must_leave_after_step = False
+        self.joins_at_once = False
         self.data_size = 0
         self.is_reused = False
         self.doubt = ""
@@ -149,6 +151,7 @@ class Parking:
                 self._attempt = _read_attempt(order.environment)
                 self.must_leave_now = False
                 self.must_leave_after_step = False
+                self.joins_at_once = False
                 self._order_time = 0.0
                 self._joining = Stopwatch()
                 self._resumes.put(order)
@@ -158,6 +161,8 @@ class Parking:
             elif order.attempt != self._attempt:
                 continue
             elif order.after_step:
+                # The main thread reads this attribute only after the other.
+                self.joins_at_once = order.joins_at_once
                 self.must_leave_after_step = True
                 self._drop_unfinished_groups()
             else:

@@ -6,6 +6,7 @@ after the same step.
 
 from __future__ import annotations
 
+from megascale.checkpoint.object_collectives import Peers
 from megascale.train.parking import Parking
 
 # A rank adds 1 to the sum after an interruption, and much less if the rank only leaves the attempt. The requests to
@@ -61,3 +62,14 @@ class StopRequests:
             self.is_stopping = True
             self.is_leaving = request_sum < STOP_REQUEST
         self.must_warm_groups = request_sum == self._world * WARM_REQUEST
+
+    def needs_no_copy(self, peers: Peers) -> bool:
+        """Return whether the ranks leave with their state on the device, since prepared nodes join at once.
+
+        The result is the same on all ranks. Collective if the ranks leave the attempt. A job that waits for nodes needs
+        the copy, because its processes may end meanwhile.
+        """
+        if not self.is_leaving or self._parking is None:
+            return False
+        # The driver decides for all ranks, and the order may not have reached each of them.
+        return not peers.all_true(not self._parking.joins_at_once)

@@ -16,7 +16,7 @@ from typing import Any
 
 import typer
 
-from benchmarks.harness.launched import Launched, make
+from benchmarks.harness.launched import Launched, has_copies, make
 from benchmarks.harness.temporary import temporary_folder
 from megascale.core import strict_json
 from megascale.core.recovery_record import RecoveryRecord
@@ -42,13 +42,15 @@ CONTINUED = [
 ]
 # Of 6 micro-batches 4 replicas have two or one, three have two, and two have three.
 BATCH = 6
+# A job whose numbers are not compared writes no checkpoint at an interval. A large one would slow the steps down.
+NOT_COMPARED = ["--checkpoint.interval=0", "--checkpoint.at_end=false"]
 # Sections of settings that change neither the samples nor the arithmetic.
 SECTIONS_WITHOUT_NUMBERS = ("rendezvous.", "resilience.")
 PREPARED = "were made during the attempt before"  # in the start-up line of groups that were prepared
 _PART = re.compile(r"([a-zA-Z' ]+) (\d+\.\d\d)(?=[,;)]|$)")  # name and seconds of a part in a log line
 KINDS = {"kill-rank": 3, "kill-agent": 1}  # and how often each is drawn
 SECOND_LOSS = 0.2  # share of the losses during which another replica is lost
-LIMIT = 180.0  # seconds in which the missing replicas must have joined
+LIMIT = 180.0  # seconds in which copies must be complete, and in which the missing replicas must have joined
 PACE = 0.1  # least seconds of a step
 
 
@@ -99,8 +101,10 @@ def run(
     batch = f"--train.global_batch={BATCH}"
     words = [f"--parallel.data={replicas}", f"--resilience.nodes={replicas}"] + SETTINGS + [batch] + CONTINUED
     words += [f"--resilience.max_missing_replicas={min(2, replicas - 1)}"]
-    words += [f"--{text}" for text in settings]
     is_compared = all(text.startswith(SECTIONS_WITHOUT_NUMBERS) for text in settings)
+    if not is_compared:
+        words += NOT_COMPARED
+    words += [f"--{text}" for text in settings]
     job = Launched(file, "continued", words, pace=PACE if is_compared else 0.0)
     rows: list[dict[str, Any]] = []
     problems: list[str] = []
@@ -116,29 +120,62 @@ def run(
             if row["problem"]:
                 problems.append(f"loss {number}: {row['problem']}")
     finally:
-        job.process.send_signal(signal.SIGINT)
-        code = job.end()
+        code = end_job(job, saves=is_compared)
         prepared_groups = job.read_prepared_groups()
         second_steps = job.read_second_steps()
-        job.end_agents()
-    if code != 130:
+    if is_compared and code != 130:
         problems.append(f"the job ended with exit code {code} instead of 130")
     comparison: dict[str, Any] = {}
     if not problems and is_compared:
         comparison, differences = compare(file, job, batch)
         problems += differences
-    if picture is not None and rows:
+    if picture is not None and rows and "time" in rows[0]:
         draw(job, rows[0], picture)
     report = {"seed": seed, "settings": list(settings), "losses": rows, "prepared_groups": prepared_groups}
     report["second_steps"] = second_steps
     return report | comparison | {"problems": problems}
 
 
+def end_job(job: Launched, *, saves: bool) -> int:
+    """End the job and its agents, and return the driver's exit code.
+
+    Args:
+        saves: whether the job first saves its state to storage. Otherwise its processes are killed at once, since
+            saves under way may have tens of gigabytes.
+    """
+    from megascale.resilience.agent.node_folder import end_checkpoint_services
+
+    if saves:
+        job.process.send_signal(signal.SIGINT)
+    else:
+        job.process.kill()
+    code = job.end()
+    job.end_agents()
+    for folder in (job.run / "nodes").glob("*"):
+        end_checkpoint_services(job.run, folder.name)
+    return code
+
+
+def await_copies(job: Launched) -> bool:
+    """Wait until each rank's state is in a peer's memory, and return whether it is. A loss before it costs all steps.
+
+    All memory for snapshots must be prepared too, since a step before it may have no copy.
+    """
+    deadline = time.monotonic() + LIMIT
+    while time.monotonic() < deadline and not job.over():
+        if has_copies(job.run, len(read_placement(job))) and job.has_memory():
+            return True
+        time.sleep(0.05)
+    return False
+
+
 def lose_replica(job: Launched, dice: random.Random, replicas: int) -> dict[str, Any]:
     """Lose a replica, sometimes two, wait until all train again, and return what it cost."""
+    row: dict[str, Any] = {"problem": ""}
+    if not await_copies(job):
+        return row | {"problem": f"the ranks' states were not complete in peers' memory after {LIMIT:g} s"}
     time.sleep(dice.uniform(0.5, 4.0))
-    kind = _inject(job, dice)
-    row: dict[str, Any] = {"kind": kind, "time": time.time(), "problem": ""}
+    row |= {"kind": _inject(job, dice), "time": time.time()}
     after = job.events()[-1].id
     missing = job.first(lambda e: e.kind == "replicas_missing" and e.id > after, LIMIT)
     if missing is None:
@@ -149,6 +186,8 @@ def lose_replica(job: Launched, dice: random.Random, replicas: int) -> dict[str,
     row["ready"] = job.read_starts()
     row["left"] = job.read_leaves()
     has_second = replicas > 2 and dice.random() < SECOND_LOSS
+    # The missing replica may join while this waits. Then its join is awaited below, and no other replica is lost.
+    has_second = has_second and await_copies(job) and len(read_placement(job)) < replicas
     if has_second:
         _inject(job, dice)
     row["second"] = has_second
@@ -161,6 +200,8 @@ def lose_replica(job: Launched, dice: random.Random, replicas: int) -> dict[str,
             joined = RecoveryRecord.from_details(complete[-1].details)
             assert record is not None
             assert joined is not None
+            if record.source == "nothing":
+                row["problem"] = "the job began again at step 0, although all ranks had copies"
             return row | {
                 "without": record.total,
                 "phases": record.seconds,
@@ -185,12 +226,18 @@ def lose_replica(job: Launched, dice: random.Random, replicas: int) -> dict[str,
     return row | {"problem": f"not all replicas train again after {LIMIT:g} s"}
 
 
+def read_placement(job: Launched) -> Sequence[str]:
+    """Return the nodes of the present attempt."""
+    nodes: Sequence[str] = [e for e in job.events() if e.kind == "attempt_started"][-1].nodes
+    return nodes
+
+
 def _inject(job: Launched, dice: random.Random) -> str:
     """Kill a rank or an agent of the present attempt; return the kind."""
     from megascale.resilience.faults.inject import Options, inject
 
     kind = dice.choices(list(KINDS), list(KINDS.values()))[0]
-    placed = [e for e in job.events() if e.kind == "attempt_started"][-1].nodes
+    placed = read_placement(job)
     where = dice.randrange(len(placed))
     inject(job.run, kind, Options(node=placed[where]) if kind == "kill-agent" else Options(rank=where))
     return kind

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import math
 import os
 import resource
 import signal
@@ -781,3 +782,52 @@ def test_an_early_process_of_another_gpu_is_not_used(tmp_path: Path) -> None:
 def test_standby_processes_need_ranks_that_stay() -> None:
     with pytest.raises(ValueError, match=r"resilience\.standby_processes=true needs resilience\.keep_seconds above 0"):
         ResilienceConfig(standby_processes=True, keep_seconds=0)
+
+
+def test_the_next_heartbeat_comes_once_all_ranks_have_stood_still(tmp_path: Path) -> None:
+    local = Trainers(tmp_path / "run", tmp_path, lambda: None)
+    assert local.compute_next_silence(10.0) == math.inf
+    current_time = time.monotonic()
+    for rank, age in ((0, 4.0), (1, 9.0)):
+        trainer = TrainerProcess(rank, tmp_path / "log", 0, pid=1, progress=Progress("train", 5))
+        trainer.progress_time = current_time - age
+        local.trainers[rank] = trainer
+    assert 5.0 < local.compute_next_silence(10.0) <= 6.0
+    assert local.compute_next_silence(3.0) == math.inf  # an earlier heartbeat has reported it
+    local.trainers[0].end(0)
+    assert 0.0 < local.compute_next_silence(10.0) <= 1.0
+
+
+@pytest.mark.parametrize("continues", [False, True])
+def test_a_stopped_rank_has_a_replacement_while_its_hang_is_examined(continues: bool, tmp_path: Path) -> None:
+    """If the rank continues, its replacement ends, because it occupies memory."""
+    local = Trainers(tmp_path / "run", tmp_path, lambda: None, limits=ResilienceConfig())
+    order = Start(1, 2, "tiny", (0, 1), 2, ("127.0.0.1", 1), "", ())
+    agent_end, server_end = socket.socketpair()
+    ranks = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    replacement = subprocess.Popen(["sleep", "600"])
+    server = subprocess.Popen(["sleep", "600"])
+    try:
+        with agent_end, server_end:
+            local._fork_server.process, local._fork_server._socket = server, agent_end
+            local.start(order, "127.0.0.1", b"t" * 64)
+            orders = FrameReader(TO_FORK_SERVER)
+            orders.feed(server_end.recv(1 << 20))
+            for trainer, process in zip(local.trainers.values(), ranks, strict=True):
+                trainer.pid, trainer.progress = process.pid, Progress("train", 1)
+            ranks[1].send_signal(signal.SIGSTOP)
+            os.waitpid(ranks[1].pid, os.WUNTRACED)
+            local.prepare_replacements()
+            (fork,) = orders.feed(server_end.recv(1 << 20))
+            assert (fork.rank, fork.attempt) == (1, 0)
+            local._early.pids[1] = replacement.pid
+            if continues:
+                local.trainers[1].advance(Progress("train", 2))
+            local._end_needless_replacements()
+            assert local._early.pids == ({} if continues else {1: replacement.pid})
+            if continues:
+                assert replacement.wait(30) == -signal.SIGKILL
+    finally:
+        for process in [*ranks, replacement, server]:
+            process.kill()
+            process.wait()

@@ -175,6 +175,17 @@ def test_all_ranks_must_have_stood_for_longer_than_allowed() -> None:
     assert verdict.evidence[2] == "rank 2 on node-2: train step 10, reduce for 13.0 s"
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_hang_is_known_before_its_limit_if_no_rank_moves_meanwhile(stopped: bool) -> None:
+    """A stopped process has no additional time for a save."""
+    age = silence.HANG_FLOOR - 1.0
+    phase = "save" if stopped else "train"
+    beats = {n: [heartbeat(n, 1, [worker(n, phase=phase, status_age=age, stopped=stopped)])] for n in range(2)}
+    state = view(beats, usual_durations={"train": 1.0, "save": 1.0})
+    assert silence.find_hang(state, lead=1.0) == silence.find_hang(state) == []
+    assert len(silence.find_hang(state, lead=1.1)) == 1
+
+
 def test_a_rank_that_has_ended_is_no_part_of_a_hang() -> None:
     beats = {n: [heartbeat(n, 1, [worker(n, status_age=99.0)])] for n in range(2)}
     beats[1] = [heartbeat(1, 1, [worker(1, status_age=99.0, state="exited")])]

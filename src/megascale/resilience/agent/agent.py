@@ -35,6 +35,7 @@ from megascale.resilience.agent.driver_link import DriverLink
 from megascale.resilience.agent.leftover_processes import end_leftover_processes
 from megascale.resilience.agent.node_folder import end_checkpoint_services
 from megascale.resilience.agent.rank_lease import RankLease
+from megascale.resilience.agent.service_hold import ServiceHold
 from megascale.resilience.agent.telemetry import Telemetry
 from megascale.resilience.agent.trainers import Trainers
 from megascale.resilience.protocol.agent_messages import (
@@ -93,10 +94,13 @@ class Agent:
         self.trainers = Trainers(self.run_folder, folder, changed.set, job.shared, job.limits)
         self.lease = RankLease(self.limits.agent_lease, self.limits.orphan, self.trainers.kill_from_thread)
         self.link = DriverLink(folder, address, self._make_hello, self._begin_session, self._execute_order, self.lease)
+        # The driver waits for self-checks as long.
+        self.service_hold = ServiceHold(self.run_folder, node, self.limits.grace_period + self.limits.window)
         self.telemetry = Telemetry(job, node, address, pod, self.trainers, self.link, changed, self.lease)
         self._metrics_problem = ""  # why the metrics page is not served
         self._order_task: asyncio.Task[None] | None = None
         self._evidence_task: asyncio.Task[None] | None = None
+        self._hold_task: asyncio.Task[None] | None = None
         self._offered_ports: deque[int] = deque(maxlen=_EXCLUDED_PORTS)  # last ports in answers to orders to stop
 
     async def run(self) -> None:
@@ -116,6 +120,7 @@ class Agent:
         page_server = await self._serve_metrics()  # before the greeting, which tells the driver of a failure
         tasks = [loop.create_task(keep_running(work, name, log)) for name, work in loops.items()]
         await self.end_requested.wait()
+        self.service_hold.release()
         self.telemetry.announce_end()
         if self.trainers.list_running():
             await self.trainers.stop("save", self.limits.grace_period)
@@ -192,19 +197,27 @@ class Agent:
             self.telemetry.confirmed_sequence = order.sequence
         elif isinstance(order, NodeReleased):
             log.warning("the driver has removed this node from the job")
+            self.service_hold.release()
             self.lease.revoke()
         elif isinstance(order, Stop):
             self.state = ""
+            if order.how == "save" or order.forget:
+                self.service_hold.release()
+            else:
+                self._hold_service()
             if self._order_task is not None:
                 self._order_task.cancel()
             self._order_task = self._start_task(self._stop_trainers(order), "stopping the trainers")
         elif isinstance(order, Start):
+            if not order.prepares:
+                self._hold_service()
             reason, errno = await self._start_trainers(order)
             if reason:
                 self.link.send_message(do="failed", attempt=order.attempt, reason=truncate(reason), errno=errno)
         elif isinstance(order, PrepareGroups):
             self.trainers.prepare_groups(order)
         elif isinstance(order, Diagnose):
+            self._hold_service()
             self._order_task = self._start_task(self._send_diagnosis(order), "the self-checks")
         elif isinstance(order, Explain):
             self._evidence_task = self._start_task(self._send_evidence(order), "collecting evidence")
@@ -214,6 +227,10 @@ class Agent:
             self._write_fault(order)
         else:  # Leave
             self.end_requested.set()
+
+    def _hold_service(self) -> None:
+        """Keep the node's checkpoint service, with the copies in memory, until the next attempt has trainers."""
+        self._hold_task = self._start_task(self.service_hold.renew(), "keeping the checkpoint service alive")
 
     @staticmethod
     def _start_task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -227,7 +244,7 @@ class Agent:
         The report divides the time of the work.
         """
         stopwatch = Stopwatch()
-        await self.trainers.stop(order.how, order.grace_period)
+        await self.trainers.stop(order.how, order.grace_period, joins_at_once=order.joins_at_once)
         stopwatch.end_phase("leave")
         await self.telemetry.send_remaining_files()
         stopwatch.end_phase("files")
@@ -302,6 +319,7 @@ class Agent:
 
     async def _send_evidence(self, order: Explain) -> None:
         """Collect evidence of this node's ranks, and send it."""
+        self.trainers.prepare_replacements()
         ranks = tuple(self.trainers.trainers)
         # In a thread, since observing the ranks takes seconds.
         messages = await asyncio.to_thread(collect_rank_evidence, self.run_folder, ranks, order, not self.shared)

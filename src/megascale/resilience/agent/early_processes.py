@@ -85,6 +85,11 @@ class EarlyProcesses:
                 self._end(pid)
         return used_pids
 
+    def end(self, rank: int) -> None:
+        """End the early process of a rank, if it has one."""
+        if rank in self.pids:
+            self._end(self.pids.pop(rank))
+
     def end_all(self) -> None:
         """End all early processes."""
         for pid in self.pids.values():

@@ -20,6 +20,7 @@ from megascale.resilience.agent.trainers import Trainers
 from megascale.resilience.protocol.agent_messages import FileStored, Start
 from megascale.resilience.protocol.heartbeat import Heartbeat, truncate
 from megascale.resilience.protocol.job_description import JobDescription
+from megascale.resilience.rules.silence import HANG_FLOOR
 
 log = logging.getLogger("megascale.agent")
 READ_INTERVAL = 0.2  # seconds between reads of logs and status files
@@ -27,6 +28,7 @@ STORE_TIMEOUT = 5.0  # seconds for the driver to store the last output of ended 
 END_TIMEOUT = 5.0  # seconds for the driver to confirm that no rank runs on this node
 POLL_INTERVAL = 0.02  # seconds between checks for that confirmation
 SLOW_SECONDS = 1.0  # if a heartbeat or one of its fields takes longer, the agent logs a warning
+_AFTER_FLOOR = 0.002  # seconds after HANG_FLOOR, so that the reported age exceeds it
 COALESCE_SECONDS = 0.01  # for which a heartbeat is delayed, so that it reports ranks that end together
 MAX_SENT_LINES = 100  # last new log lines that are sent at once
 T = TypeVar("T")
@@ -110,19 +112,28 @@ class Telemetry:
     # heartbeats -------------------------------------------------------------------------------------------------------
 
     async def send_heartbeats(self) -> None:
-        """Send heartbeats at the interval and after changes. Never returns."""
-        interval = self._job.limits.interval
+        """Send heartbeats at the interval, after changes, and when the ranks may hang. Never returns."""
         while True:
+            pause = self._compute_pause()
             start = time.monotonic()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(interval):
+                async with asyncio.timeout(pause):
                     await self._changed.wait()
                     await asyncio.sleep(COALESCE_SECONDS)
-            delay = time.monotonic() - start - interval
+            delay = time.monotonic() - start - pause
             if delay > SLOW_SECONDS:
                 log.warning("a heartbeat is late by %.1f s: another task of this agent took that long", delay)
             self._changed.clear()
             self._call_timed("a heartbeat", self._send_heartbeat)
+
+    def _compute_pause(self) -> float:
+        """Return the seconds until the next heartbeat.
+
+        An additional heartbeat is sent once all ranks have stood still for HANG_FLOOR seconds. Otherwise the driver
+        would learn of it one interval later.
+        """
+        silence = self._trainers.compute_next_silence(HANG_FLOOR) + _AFTER_FLOOR
+        return min(self._job.limits.interval, silence)
 
     @staticmethod
     def _call_timed(name: str, function: Callable[[], T]) -> T:

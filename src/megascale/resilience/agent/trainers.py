@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import tempfile
@@ -45,7 +46,7 @@ from megascale.resilience.agent.foreign_program import ForeignProgram
 from megascale.resilience.agent.fork_server_link import ForkServerLink
 from megascale.resilience.agent.leftover_processes import kill_rank_processes
 from megascale.resilience.agent.process_usage import is_being_killed, read_usage
-from megascale.resilience.agent.rank_programs import MegascaleTrainer, RankProgram, TrainerProcess
+from megascale.resilience.agent.rank_programs import MegascaleTrainer, Progress, RankProgram, TrainerProcess
 from megascale.resilience.agent.replacement_reasons import ReplacementReasons
 from megascale.resilience.agent.worker_report import describe_worker
 from megascale.resilience.protocol.agent_messages import PrepareGroups as GroupsOrder
@@ -104,6 +105,7 @@ class Trainers:
         self._replacement_reasons = ReplacementReasons(run / "status", limits.keep_seconds)
         self._common_environment: dict[str, str] = {}  # environment variables of all ranks
         self._early = EarlyProcesses(limits.standby_processes, self._kill_early_process)
+        self._stopped_progress: dict[int, Progress | None] = {}  # progress of stopped ranks with an early process
         self._dying = DyingProcesses(folder)
 
     # the fork server ------------------------------------------------------------------------------------------------
@@ -208,6 +210,7 @@ class Trainers:
         self._groups_number = 0
         self.attempt = order.attempt
         self._early.failed_ranks = set()
+        self._stopped_progress = {}
         if order.fresh or not self._fork_server.is_connected:
             self.start_server()
         dying_pids = ",".join(str(pid) for pid in self._dying.list_all())
@@ -275,6 +278,27 @@ class Trainers:
         env = self._make_rank_environment(trainer.rank, local_rank)
         env[EARLY_VARIABLE] = "1"
         self._fork_server.send(self.program.make_fork(trainer.rank, _NO_ATTEMPT, environment=env, log=trainer.log))
+
+    def prepare_replacements(self) -> None:
+        """Start early processes for stopped ranks, since the driver examines a hang.
+
+        A stopped rank cannot leave its attempt, so its process will be replaced unless it soon continues.
+        """
+        for trainer in self.list_running():
+            if trainer.pid and not trainer.is_parked and read_usage(trainer.pid).stopped:
+                self._stopped_progress[trainer.rank] = trainer.progress
+                self._start_early_process(trainer)
+
+    def _end_needless_replacements(self) -> None:
+        """End the early processes of stopped ranks that continue, because they occupy memory."""
+        for rank, progress in list(self._stopped_progress.items()):
+            trainer = self.trainers.get(rank)
+            if trainer is None or trainer.status is not None:
+                del self._stopped_progress[rank]
+            elif trainer.progress != progress:
+                del self._stopped_progress[rank]
+                if not self._limits.standby_processes and not trainer.is_parked:
+                    self._early.end(rank)
 
     def _start_standby_processes(self) -> None:
         """Start an early process for each rank once all ranks have completed a step, with resilience.standby_processes.
@@ -413,19 +437,22 @@ class Trainers:
             os.kill(server.pid, signal.SIGKILL)
         self._kill_ranks(trainers)
 
-    async def stop(self, how: Literal["save", "keep", "leave", "kill"], grace_period: float) -> None:
+    async def stop(
+        self, how: Literal["save", "keep", "leave", "kill"], grace_period: float, *, joins_at_once: bool = False
+    ) -> None:
         """End or park all ranks.
 
         Args:
             how: "save" gives the ranks `grace_period` seconds to save a checkpoint and then kills them. "kill" kills
                 them at once. "keep" parks the ranks, and kills ranks that do not leave the attempt within
                 `resilience.keep_seconds`. "leave" is like "keep", but first gives the ranks `grace_period` seconds to
-                complete their step and to copy its state to memory. If processes cannot stay, because keep_seconds is 0
-                or the program is a foreign one, "keep" and "leave" kill them at once.
+                complete their step. If processes cannot stay, because keep_seconds is 0 or the program is a foreign
+                one, "keep" and "leave" kill them at once.
+            joins_at_once: with "leave", whether the ranks need not copy the state of their step to memory.
         """
         if how in ("keep", "leave") and self._keeps_processes and isinstance(self.program, MegascaleTrainer):
             if how == "leave":
-                await self._await_leaving(grace_period)
+                await self._await_leaving(grace_period, joins_at_once=joins_at_once)
             await self._park_ranks()
             return
         self._early.end_all()
@@ -443,7 +470,7 @@ class Trainers:
             self._signal_ranks(signal.SIGKILL)
             await asyncio.sleep(_POLL_SECONDS)
 
-    async def _await_leaving(self, seconds: float) -> None:
+    async def _await_leaving(self, seconds: float, *, joins_at_once: bool) -> None:
         """Order the ranks to leave the attempt after their step, and wait at most `seconds` until they are parked."""
         deadline = time.monotonic() + seconds
         instructed_pids: set[int] = set()
@@ -452,7 +479,7 @@ class Trainers:
                 self._read_progress(trainer)
                 if trainer.pid and trainer.pid not in instructed_pids and not trainer.is_parked:
                     instructed_pids.add(trainer.pid)
-                    self._send_to_rank(trainer.pid, Park(self.attempt, after_step=True))
+                    self._send_to_rank(trainer.pid, Park(self.attempt, after_step=True, joins_at_once=joins_at_once))
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _park_ranks(self) -> None:
@@ -479,9 +506,11 @@ class Trainers:
                 if trainer.by_agent:
                     continue  # it was killed in an earlier round
                 if read_usage(trainer.pid).stopped:
+                    self._start_early_process(trainer)
                     self._replacement_reasons.add([trainer.rank], "it was stopped by a signal")
                     self._kill_unparked(trainer)
                 elif is_late:
+                    self._start_early_process(trainer)
                     self._replacement_reasons.add_delay(trainer)
                     self._kill_unparked(trainer)
                 elif is_almost_late and trainer.pid not in stack_request_pids:
@@ -572,8 +601,20 @@ class Trainers:
             self._read_progress(trainer)
             if trainer.progress is not None:
                 stages[trainer.rank] = (trainer.progress.phase, trainer.has_stepped)
+        self._end_needless_replacements()
         self._start_standby_processes()
         return stages
+
+    def compute_next_silence(self, seconds: float) -> float:
+        """Return how long it takes until no running rank has changed its status for `seconds`.
+
+        Return infinity without such a rank, or if none has for longer. The result counts from the last reading.
+        """
+        ages = [time.monotonic() - trainer.progress_time for trainer in self.list_running() if not trainer.is_parked]
+        remaining = seconds - min(ages, default=math.inf)
+        if remaining <= 0:
+            return math.inf
+        return remaining
 
     def read_checksums(self) -> dict[str, str]:
         """Return the newest checksum of weights of each rank that computes checksums, by "STEP:RANK"."""

@@ -280,6 +280,7 @@ class Stop(Message, frozen=True):
             "keep", but complete the step first. "kill": end the processes at once.
         grace_period: seconds that the trainers have to save.
         forget: whether to end this node's checkpoint services too, since their memory is not trusted.
+        joins_at_once: with "leave", whether prepared nodes join at once, so that no rank copies its state to memory.
     """
 
     epoch: Count
@@ -287,6 +288,7 @@ class Stop(Message, frozen=True):
     how: Literal["save", "keep", "leave", "kill"]
     grace_period: Finite
     forget: bool = False
+    joins_at_once: bool = False
 
 
 class Diagnose(Message, frozen=True):

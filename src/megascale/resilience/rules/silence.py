@@ -137,9 +137,14 @@ def _judge_unobserved_start(view: View) -> list[Verdict]:
 def judge_hang(view: View) -> list[Verdict]:
     """Return a verdict if no rank has changed its status within the time that is allowed for its phase.
 
-    If one rank hangs, its peers soon wait for it, so only a halt of all ranks is a hang. The driver then examines the
-    ranks to find the rank that began the hang (driver/diagnosis/diagnosis.py).
+    If one rank hangs, its peers soon wait for it, so only a halt of all ranks is a hang. The driver examines the ranks
+    to find the rank that began the hang (driver/diagnosis/diagnosis.py).
     """
+    return find_hang(view)
+
+
+def find_hang(view: View, lead: float = 0.0) -> list[Verdict]:
+    """Return the verdict of `judge_hang` if no rank moves for another `lead` seconds."""
     if view.phase == "starting":
         # Loading may wait for storage, but a first step that takes far longer than earlier first steps is a hang.
         phases = {worker.phase for _, worker in view.workers()}
@@ -156,9 +161,9 @@ def judge_hang(view: View) -> list[Verdict]:
     # The other ranks may wait for a stopped process in any phase, such as a save.
     ages = [compute_status_age(view, member, worker) for member, worker in running]
     stopped_ages = [age for age, (_, worker) in zip(ages, running, strict=True) if worker.stopped]
-    is_stopped = view.phase == "running" and any(age > HANG_FLOOR for age in stopped_ages)
+    is_stopped = view.phase == "running" and any(age + lead > HANG_FLOOR for age in stopped_ages)
     limits = [HANG_FLOOR if is_stopped else compute_allowed_age(view, worker) for _, worker in running]
-    if any(age <= limit for age, limit in zip(ages, limits, strict=True)):
+    if any(age + lead <= limit for age, limit in zip(ages, limits, strict=True)):
         return []
     # The evidence names the limit of the rank that exceeds its own limit most.
     worst_index = max(range(len(running)), key=lambda index: ages[index] - limits[index])

@@ -22,6 +22,7 @@ from megascale.resilience.protocol.agent_messages import Hello, RunningTrainers
 from megascale.resilience.protocol.heartbeat import Heartbeat
 
 LIMIT = 1000.0  # seconds
+JOIN_AT_ONCE = (JobEvent.JOINING, {"joins_at_once": True})
 
 
 class PresentNodes(dict[str, Node]):
@@ -89,12 +90,13 @@ def make_replicas(job: Any, settings: Any, nodes: PresentNodes, attempts: Any, e
 
 @pytest.mark.parametrize("is_overdue", [False, True])
 def test_a_job_stops_once_replicas_are_missing_for_too_long(is_overdue: bool) -> None:
-    stops: list[JobEvent] = []
+    stops: list[tuple[JobEvent, dict[str, Any]]] = []
     events: list[Event] = []
     job = make_job(Phase.DEGRADED, LIMIT + 60.0 if is_overdue else LIMIT - 600.0)
-    attempts = SimpleNamespace(model_ranks=1, stop=lambda event, reason: stops.append(event))
+    attempts = SimpleNamespace(model_ranks=1, stop=lambda event, reason, **changes: stops.append((event, changes)))
     make_replicas(job, make_settings(), PresentNodes(), attempts, events).check_degraded_job()
-    assert stops == ([JobEvent.JOINING] if is_overdue else [])
+    # The job waits for nodes, so the ranks copy their state before they leave.
+    assert stops == ([(JobEvent.JOINING, {})] if is_overdue else [])
     assert events == ([Event.REPLICAS_OVERDUE] if is_overdue else [])
 
 
@@ -162,7 +164,7 @@ def make_joining_job(prepared_groups: bool) -> tuple[MissingReplicas, PresentNod
         prepare_join=lambda node, following: orders.append(("join", node.name)),
         prepare_groups=lambda following, number: orders.append(("groups", following.placement, following.data, number)),
         drop_groups=lambda names, number: orders.append(("drop", tuple(names), number)),
-        stop=lambda event, reason: orders.append(event),
+        stop=lambda event, reason, **changes: orders.append((event, changes)),
         timeline=MagicMock(),
     )
     settings = make_settings()
@@ -192,7 +194,7 @@ def test_nodes_join_once_the_groups_are_made() -> None:
     assert len(orders) == 2
     report(nodes, True, number)
     replicas.check_degraded_job()
-    assert orders[2:] == [JobEvent.JOINING]
+    assert orders[2:] == [JOIN_AT_ONCE]
 
 
 def test_prepared_groups_are_withdrawn_if_the_joining_node_is_lost() -> None:
@@ -218,7 +220,17 @@ def test_nodes_join_without_groups_after_the_limit(monkeypatch: pytest.MonkeyPat
     later = time.monotonic() + PREPARATION_LIMIT + 1.0
     monkeypatch.setattr(time, "monotonic", lambda: later)
     replicas.check_degraded_job()
-    assert orders[2:] == [JobEvent.JOINING]
+    assert orders[2:] == [JOIN_AT_ONCE]
+
+
+def test_ranks_copy_their_state_if_joining_processes_are_not_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    replicas, nodes, orders = make_joining_job(prepared_groups=False)
+    replicas.check_degraded_job()
+    report(nodes, False)
+    later = time.monotonic() + PREPARATION_LIMIT + 1.0
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    replicas.check_degraded_job()
+    assert orders[1:] == [(JobEvent.JOINING, {"joins_at_once": False})]
 
 
 def test_without_the_setting_no_groups_are_ordered() -> None:
@@ -226,7 +238,7 @@ def test_without_the_setting_no_groups_are_ordered() -> None:
     for _ in range(2):
         replicas.check_degraded_job()
         report(nodes, True)
-    assert orders == [("join", "n3"), JobEvent.JOINING]
+    assert orders == [("join", "n3"), JOIN_AT_ONCE]
 
 
 def test_nodes_join_a_single_rank_without_groups_since_it_serves_no_store() -> None:
@@ -238,4 +250,4 @@ def test_nodes_join_a_single_rank_without_groups_since_it_serves_no_store() -> N
     for _ in range(2):
         replicas.check_degraded_job()
         report(nodes, True)
-    assert orders == [("join", "n3"), JobEvent.JOINING]
+    assert orders == [("join", "n3"), JOIN_AT_ONCE]

@@ -54,6 +54,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "epoch": COUNTS,
     "recovery": st.lists(st.tuples(NAMES, st.sampled_from(["retry", "spare"])), max_size=2).map(tuple),
     "evicting": st.lists(NAMES, unique=True).map(tuple),
+    "joins_at_once": st.booleans(),
     "unexplained": st.booleans(),
 }
 

@@ -1,6 +1,7 @@
 """Diagnosis: the rules judge the newest heartbeats in every iteration of the loop, and the history in a thread.
 
-The verdict about a hang names a rank and a collective only after the agents have examined their ranks.
+The verdict about a hang names a rank and a collective only after the agents have examined their ranks. That takes up to
+a second, so it begins shortly before the ranks have stood still for as long as allowed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from megascale.core.events import Event
 from megascale.core.layout import Layout
@@ -23,17 +25,39 @@ from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import JobEvent
 from megascale.resilience.protocol.heartbeat import Worker
-from megascale.resilience.rules.silence import LONG_PHASE_FLOOR, compute_allowed_age, compute_status_age
+from megascale.resilience.rules.silence import (
+    LONG_PHASE_FLOOR,
+    compute_allowed_age,
+    compute_status_age,
+    find_hang,
+)
 from megascale.resilience.rules.table import evict_repeat_offenders
 from megascale.resilience.rules.view import Action, Verdict, View
 
 SETTLING_SECONDS = 0.3  # seconds after a first failed rank in which other ranks may fail for the same cause
 PAUSE_FACTOR = 4.0  # multiple of a hang's limit for which ranks may pause if no rank waits for another
 PAUSE_INTERVAL = 5.0  # seconds between examinations of another trainer's ranks that progress without a step
+EXAMINATION_LEAD = 3.0  # seconds from the examination of the ranks to the verdict about a hang
 HISTORY_INTERVAL = 1.0  # seconds between judgements of the history of all nodes
 _HANG_SENTENCES = 10  # sentences of the examination in a verdict's evidence
 # Kinds of hangs with wrong calls. A first one may come from a corrupted state; a second one comes from the code.
 _CODE_FAULTS = frozenset({"mismatched collective", "missing send", "missing call"})
+
+
+class Examination(NamedTuple):
+    """Examination of an attempt's ranks that stand still. began: on the monotonic clock; layout: None if unknown."""
+
+    attempt: int
+    began: float
+    scene: Scene
+    layout: Layout | None
+
+    def is_valid(self, view: View) -> bool:
+        """Return True if no rank has moved since the examination began."""
+        if self.attempt != view.attempt or self.scene.moving:
+            return False
+        ages = [compute_status_age(view, member, worker) for member, worker in view.workers()]
+        return min(ages, default=0.0) > view.time - self.began
 
 
 @dataclass(kw_only=True, eq=False)
@@ -56,6 +80,7 @@ class Diagnosis:
     record_event: RecordEvent
     _first_failure: tuple[int, float] | None = field(default=None, init=False)  # (attempt, time) of a failed rank
     _is_explaining: bool = field(default=False, init=False)  # the agents examine the ranks of a hang
+    _examination: Examination | None = field(default=None, init=False)  # the newest one
     _is_judging_history: bool = field(default=False, init=False)
     _history_judged_at: float = field(default=0.0, init=False)  # end of the last judgement, on the monotonic clock
     _history_duration: float = field(default=0.0, init=False)  # seconds of the last judgement
@@ -81,9 +106,13 @@ class Diagnosis:
             self.tasks.spawn(self._judge_history(view.snapshot()))
         verdicts = rules.judge(view, rules.QUICK_RULES)
         hangs = [verdict for verdict in verdicts if verdict.kind == Event.HANG]
-        if hangs and not self._is_explaining and current_time >= self._pause_end:
-            self._is_explaining = True
-            self.tasks.spawn(self._explain(hangs[0], view))
+        if not self._is_explaining and current_time >= self._pause_end:
+            if hangs:
+                self._is_explaining = True
+                self.tasks.spawn(self._explain(hangs[0], view))
+            elif self._must_examine(view):
+                self._is_explaining = True
+                self.tasks.spawn(self._examine_early(view))
         self.response.act([verdict for verdict in verdicts if verdict.kind != Event.HANG])
 
     def _is_settling(self, current_time: float, workers: Sequence[Worker], world: int) -> bool:
@@ -108,11 +137,37 @@ class Diagnosis:
         if self.job.state.attempt == view.attempt and self.job.is_at_work:
             self.response.act(verdicts)
 
-    async def _explain(self, hang: Verdict, view: View) -> None:
-        """Find the ranks that began a hang: agents examine their ranks and request their stacks."""
+    def _must_examine(self, view: View) -> bool:
+        """Return True if the ranks will soon count as hanging, and have moved since the last examination.
+
+        Another trainer's ranks report few changes, so they are examined only once they have stood still for too long.
+        """
+        if view.is_foreign or not find_hang(view, EXAMINATION_LEAD):
+            return False
+        return self._examination is None or not self._examination.is_valid(view)
+
+    async def _examine_early(self, view: View) -> None:
+        """Examine the ranks before the verdict about a hang."""
         try:
-            scene, layout = await self.rank_investigation.gather()
-            verdict = await asyncio.to_thread(refine_hang, hang, view, scene, layout)
+            self._examination = await self._examine(view)
+        finally:
+            self._is_explaining = False
+
+    async def _examine(self, view: View) -> Examination:
+        """Let the agents examine their ranks and request their stacks."""
+        began = time.monotonic()
+        scene, layout = await self.rank_investigation.gather()
+        return Examination(view.attempt, began, scene=scene, layout=layout)
+
+    async def _explain(self, hang: Verdict, view: View) -> None:
+        """Find the ranks that began a hang, from an examination since which no rank has moved."""
+        try:
+            examination = self._examination
+            if examination is None or not examination.is_valid(view):
+                examination = await self._examine(view)
+            self._examination = None
+            scene = replace(examination.scene, now_ns=time.time_ns())
+            verdict = await asyncio.to_thread(refine_hang, hang, view, scene=scene, layout=examination.layout)
         finally:
             self._is_explaining = False
         if verdict.action == "alert":

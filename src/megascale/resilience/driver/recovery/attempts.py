@@ -347,8 +347,15 @@ class Attempts:
             how = "keep" if self.hastened_order == self.last_order else "leave"
         elif state.phase is Phase.STOPPING and self._may_keep_processes(node):
             how = "keep"
-        period = self.settings.limits.grace_period
-        self.nodes.order(node, do="stop", order=self.last_order, how=how, grace_period=period, forget=state.distrust)
+        self.nodes.order(
+            node,
+            do="stop",
+            order=self.last_order,
+            how=how,
+            grace_period=self.settings.limits.grace_period,
+            forget=state.distrust,
+            joins_at_once=how == "leave" and state.joins_at_once,
+        )
 
     def _may_keep_processes(self, node: Node) -> bool:
         """Return True if the ranks of a node may stay in their processes until the next attempt.

@@ -165,7 +165,8 @@ class MissingReplicas:
         reason = f"{', '.join(joining_names)} join: {data} of {self.full_size} replicas from the next step on"
         self.record_event(Event.REPLICAS_JOINING, action="join", nodes=joining_names, evidence=(reason,))
         self.attempts.timeline.begin_join(time.monotonic())
-        self.attempts.stop(JobEvent.JOINING, reason)
+        joins_at_once = all(node.is_prepared for node in joining)
+        self.attempts.stop(JobEvent.JOINING, reason, joins_at_once=joins_at_once)
 
     def _is_prepared(self, joining: Sequence[Node], data: int) -> bool:
         """Return True if the processes of joining nodes wait for the next attempt. Order their start if needed."""

@@ -101,6 +101,7 @@ class JobState:
         evicting: nodes that are evicted once the trainers have saved.
         unexplained: whether the last recovery has blamed no node so far.
         joining: whether STOPPING lets the trainers complete their step first, since other nodes join them.
+        joins_at_once: whether the processes of joining nodes are prepared, so that no rank copies its state first.
         missing_since: when replicas began to be missing, in seconds since 1970; 0 if none is missing or awaited.
         nodes: records of every node ever known, by name.
     """
@@ -128,6 +129,7 @@ class JobState:
     evicting: tuple[str, ...] = ()
     unexplained: bool = False
     joining: bool = False
+    joins_at_once: bool = False
     missing_since: float = 0.0
     nodes: Mapping[str, NodeRecord] = field(default_factory=dict)
 
@@ -324,7 +326,7 @@ EVENT_FIELDS: dict[JobEvent, tuple[str, ...]] = {
     JobEvent.STEP: ("step",),
     JobEvent.FIRST_STEP: ("step",),
     JobEvent.FIRST_STEP_DEGRADED: ("step",),
-    JobEvent.JOINING: ("reason",),
+    JobEvent.JOINING: ("reason", "joins_at_once"),
     JobEvent.FINISHED: ("reason",),
     JobEvent.START_ENDED: ("best", "starts_without_progress", "ends", "distrust"),
     JobEvent.RESUMED: ("reason",),
@@ -340,12 +342,12 @@ EVENT_FIELDS: dict[JobEvent, tuple[str, ...]] = {
 _FIXED_VALUES: dict[JobEvent, dict[str, Any]] = {
     JobEvent.PLACED: {"save": False},
     JobEvent.RESTARTED: {"save": False, "fresh": (), "joining": False},
-    JobEvent.JOINING: {"save": False, "fresh": (), "joining": True},
+    JobEvent.JOINING: {"save": False, "fresh": (), "joining": True, "joins_at_once": False},
     JobEvent.DIAGNOSED: {"save": False, "fresh": (), "joining": False},
     JobEvent.PAUSED: {"save": False, "joining": False},
     JobEvent.FAILED: {"save": False, "joining": False},
     JobEvent.INTERRUPTED: {"save": False, "joining": False},
-    JobEvent.BEGUN: {"distrust": False, "unexplained": False, "joining": False},
+    JobEvent.BEGUN: {"distrust": False, "unexplained": False, "joining": False, "joins_at_once": False},
     JobEvent.FIRST_STEP: {"updating": False, "recovery": (), "fresh": ()},
     JobEvent.FIRST_STEP_DEGRADED: {"updating": False, "recovery": (), "fresh": ()},
     JobEvent.FINISHED: {"exit_code": 0, "recovery": ()},

@@ -41,6 +41,7 @@ from megascale.resilience.protocol.agent_messages import (
 )
 from megascale.resilience.protocol.heartbeat import Heartbeat
 from megascale.resilience.rules.exits import judge_failed_start
+from megascale.resilience.rules.silence import HANG_FLOOR
 from megascale.services.framing import ProtocolError
 from megascale.services.messages import Message
 
@@ -219,7 +220,7 @@ class AgentTelemetry:
     log_line: Callable[[str, str], None]
 
     def handle_heartbeat(self, name: str, channel: agent_channel.AgentChannel, heartbeat: Heartbeat) -> None:
-        """Store a heartbeat, answer it, and wake the loop if a rank entered another phase."""
+        """Store a heartbeat, answer it, and wake the loop if a rank entered another phase or may hang."""
         node = self.nodes[name]
         if channel is not node.channel:  # The agent has opened a newer connection.
             return
@@ -227,7 +228,8 @@ class AgentTelemetry:
         node.add_heartbeat(heartbeat, time.monotonic())
         self.nodes.answer_heartbeat(node, heartbeat)
         self.observations.learn_durations(previous, heartbeat)
-        if heartbeat.is_finished or _list_rank_phases(previous) != _list_rank_phases(heartbeat):
+        has_changed = _list_rank_phases(previous) != _list_rank_phases(heartbeat)
+        if heartbeat.is_finished or has_changed or _begins_to_hang(previous, heartbeat):
             self.tasks.wake.set()
 
     def handle_message(self, name: str, channel: agent_channel.AgentChannel, message: Message) -> None:
@@ -289,6 +291,18 @@ class AgentTelemetry:
             if self.adoption.is_waiting or node.channel is not None or not node.state.is_present:
                 return
             self.lost_nodes.recover_if_agent_ended(node)
+
+
+def _begins_to_hang(previous: Heartbeat | None, heartbeat: Heartbeat) -> bool:
+    """Return True for the first heartbeat in which all ranks have stood still for HANG_FLOOR seconds."""
+    return _find_shortest_age(heartbeat) > HANG_FLOOR >= _find_shortest_age(previous)
+
+
+def _find_shortest_age(heartbeat: Heartbeat | None) -> float:
+    """Return the seconds since a rank of a node last changed its status, 0 without ranks."""
+    if heartbeat is None:
+        return 0.0
+    return min((worker.status_age for worker in heartbeat.workers), default=0.0)
 
 
 def _list_rank_phases(heartbeat: Heartbeat | None) -> list[tuple[int, str, str]]:
