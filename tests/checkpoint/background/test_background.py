@@ -504,6 +504,25 @@ def test_a_watcher_that_cannot_reach_the_service_reports_the_save(run: Path, mon
     assert [(o.step, o.committed) for o in checkpointer.finish()] == [(2, True)]
 
 
+def test_a_service_is_started_ahead_though_a_refused_start_has_just_removed_its_folder(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locate = service.locate_service
+
+    def locate_and_remove(folder: Path) -> ServiceLocation:
+        folder.rmdir()
+        return locate(folder)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(service, "locate_service", locate_and_remove)
+        checkpoint.start_service(background(), run)
+    location = service_protocol.locate_service(service_protocol.private_folder(run))
+    await_other(location.find_service_pid)  # no client has connected, so only this start can have started it
+    checkpointer = Checkpointer(background(), run, full_shards(logical_state(1)))
+    checkpointer.prepare()
+    checkpointer.finish()
+
+
 def test_a_service_that_was_started_ahead_is_the_one_that_a_trainer_meets(run: Path) -> None:
     config = background()
     checkpoint.start_service(config, run)
