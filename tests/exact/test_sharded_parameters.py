@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -18,9 +19,11 @@ from megascale.core.parameter_counts import count_stage_parameters, count_stage_
 from megascale.core.traffic import estimate_stage_traffic
 from megascale.errors import ConfigError
 from megascale.ops.linear import Gemms
-from megascale.parallel import copy_reduction, parameter_slots, symmetric
+from megascale.parallel import copy_reduction, device_pages, mapped_slots, parameter_slots, symmetric
+from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.collectives import Axis, Pending, all_gather_into
 from megascale.parallel.copy_reduction import _round as write_rounded
+from megascale.parallel.mapped_layout import MIN_SHARD_PAGES
 from megascale.parallel.parameter_slots import ParameterSlots
 from megascale.train import engine_axes
 from megascale.train.reduction_check import ReductionCheck
@@ -28,6 +31,7 @@ from tests.exact.cases import TWO_LAYERS, Case, case
 from tests.exact.compare import assert_equal
 from tests.exact.test_graphs import assert_same_bits
 from tests.exact.training import FEW_STEPS, STEPS, RankReport, make_engine, run_step, train
+from tests.parallel.host_pages import HostPages
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -130,16 +134,26 @@ class GlooExchange:
         self.peer_memory = [torch.full((peer_memory_bytes,), 255, dtype=torch.uint8) for _ in range(axis.size)]
         self.memory_bytes = peer_memory_bytes
         self._axis = axis
-        self.gather_count = self.meet_count = self.reduction_count = 0
+        self.gather_count = self.meet_count = self.reduction_count = self.mapped_count = 0
 
-    def gather_from_peers(self, out: torch.Tensor, shards: Sequence[torch.Tensor]) -> Callable[[], None]:
+    def gather_from_peers(
+        self, out: torch.Tensor, shards: Sequence[torch.Tensor], copies_own: bool = True
+    ) -> Callable[[], None]:
         self.gather_count += 1
-        pending = all_gather_into(out.view(-1), shards[self.rank], self._axis)
+        self.mapped_count += not copies_own
+        gathered = torch.empty_like(out)
+        pending = all_gather_into(gathered.view(-1), shards[self.rank], self._axis)
 
         def wait() -> None:
             pending.wait()
+            for rank in range(self.size):
+                if copies_own or rank != self.rank:
+                    out[rank].copy_(gathered[rank])
 
         return wait
+
+    def close(self) -> None:
+        """Do nothing: there are no peers to watch."""
 
     def reduce_from_peers(
         self,
@@ -216,6 +230,52 @@ def test_gathers_by_copies_give_the_bits_of_collectives(name, pool):
         assert_same_bits(expected, report)
         assert meet_count >= STEPS
         assert gather_count > 0
+
+
+def train_with_mapped_shards(
+    rank: int, world: int, tree: dict[str, Any], steps: int
+) -> tuple[RankReport, int, int, int]:
+    """Train with the stand-in and slots in pages of the host; return also the gathers without a copy of the shard."""
+    made: list[GlooExchange] = []
+
+    def make(axis: Axis, peer_memory_bytes: int, **options: Any) -> GlooExchange:
+        made.append(GlooExchange(axis, peer_memory_bytes))
+        return made[-1]
+
+    def select(
+        buffers: Sequence[ParamAndGradBuffer], gathers_in_float8: bool, device: torch.device
+    ) -> tuple[frozenset[tuple[int, int]], str]:
+        return mapped_slots.select_mapped_buckets(buffers, gathers_in_float8, torch.device("cuda"))
+
+    tree = {**tree, "overlap": {**tree["overlap"], "gathers": "copies", "reductions": "collectives"}}
+    with (
+        mock.patch.object(symmetric, "make_exchange", make),
+        mock.patch.object(engine_axes, "select_mapped_buckets", select),
+        mock.patch.object(mapped_slots, "MIN_MAPPED_BYTES", MIN_SHARD_PAGES * mmap.PAGESIZE),
+        mock.patch.object(device_pages, "make_pages", lambda axis, device: HostPages(axis)),
+    ):
+        report = train(rank, world, tree, steps, poisoned_slots)
+    exchange = made[-1]
+    return report, exchange.mapped_count, exchange.gather_count, exchange.memory_bytes
+
+
+MAPPED_MODEL = {**UNTIED, "layers": 4, "hidden": 64}
+MAPPED_LAYOUTS = {
+    "two ranks": case(data=2, microbatches=2, zero=3, model=MAPPED_MODEL),
+    "kept layers": case(data=2, microbatches=2, zero=3, model=MAPPED_MODEL, parallel={"zero3_keep_layers": 2}),
+    "state in host memory": case(data=2, microbatches=2, zero=3, model=MAPPED_MODEL, optimizer={"offload": True}),
+}
+
+
+@pytest.mark.parametrize("name", MAPPED_LAYOUTS)
+def test_mapped_shards_give_the_bits_of_collectives(name, pool):
+    """A shard that lies in its slot survives releases, and the next gather sees its update."""
+    layout = MAPPED_LAYOUTS[name]
+    collectives = pool.run(train, layout.world, layout.tree, STEPS, poisoned_slots)
+    mapped = pool.run(train_with_mapped_shards, layout.world, layout.tree, STEPS)
+    for expected, (report, mapped_count, _, _) in zip(collectives, mapped, strict=True):
+        assert_same_bits(expected, report)
+        assert mapped_count > 0
 
 
 def test_copies_are_refused_where_they_do_not_work(pool):
@@ -449,7 +509,8 @@ def test_zero_3_chooses_copies_by_itself(least_tokens, expected_uses, line, pool
     results = pool.run(train_by_default, layout.world, layout.tree, FEW_STEPS, least_tokens)
     for _, lines, uses in results:
         assert uses == expected_uses
-        assert lines["matrices gathered by"] == "copy engines"
+        line_of_gathers = "copy engines (own shards are copied too: cpu memory is not mapped)"
+        assert lines["matrices gathered by"] == line_of_gathers
         assert lines["gradients of units reduced by"] == line
     reports = [report for report, _, _ in results]
     assert_equal(one_process(layout.twin, FEW_STEPS), reports, from_tree(layout.tree).model)

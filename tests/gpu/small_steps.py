@@ -91,7 +91,7 @@ def train(
         step(number)
     engine.synchronize()
     result = bits + [flat.params.clone() for flat in engine.buffers]
-    result += [flat.shard_params.clone() for flat in engine.buffers]
+    result += [shard.params.clone() for flat in engine.buffers for shard in flat.shards]
     torch.cuda.synchronize()
     host, began = 0.0, time.perf_counter()
     for number in range(steps, steps + timed):

@@ -108,7 +108,7 @@ class ParamAndGradBuffer:
         sinks: sink of each parameter's gradient, which operators write (ops/gradient_sink.py).
         resident_start: first element of the layout that belongs to a resident parameter.
         params: parameters; with ZeRO-3 resident parameters only.
-        shard_params: with ZeRO-3, this rank's shards of the matrices of units.
+        shard_params: with ZeRO-3, this rank's shards of the matrices of units; empty after `place_shards`.
         grads: gradients of resident parameters.
         shard_grads: from ZeRO-2 on, this rank's shards of the gradients of units.
         bucket_by_param: index of the bucket by index of the parameter; of a divided table, the last bucket.
@@ -247,6 +247,16 @@ class ParamAndGradBuffer:
             if self.layout.units[bucket] is not None:
                 first = self.layout.buckets[bucket].start // self.axes.data.size
                 shard.params = memory[first : first + shard.params.numel()]
+
+    def place_shards(self, memory: Mapping[int, torch.Tensor]) -> None:
+        """Move this rank's shard of each bucket of a unit to memory of its own (ZeRO-3), by index of the bucket.
+
+        Call it before the shards are used. `shard_params` is empty afterwards.
+        """
+        for bucket, shard_memory in memory.items():
+            shard_memory.copy_(self.shards[bucket].params)
+            self.shards[bucket].params = shard_memory
+        self.shard_params = self.shard_params.new_empty(0)
 
     def set_gradient_hook(self, on_gradient: Callable[[int], None]) -> None:
         """Call on_gradient(parameter index) whenever a contribution is added to that parameter's gradient."""

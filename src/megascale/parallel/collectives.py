@@ -128,15 +128,18 @@ def exchange_gather(x: torch.Tensor, axis: Axis) -> Pending:
     return Pending(x, transfer=transfer, finish=axis.exchange.gather(x.contiguous()))
 
 
-def gather_from_peers(out: torch.Tensor, shards: Sequence[torch.Tensor], axis: Axis) -> Pending:
+def gather_from_peers(
+    out: torch.Tensor, shards: Sequence[torch.Tensor], axis: Axis, copies_own: bool = True
+) -> Pending:
     """All-gather every rank's shard into flat `out` by the axis's exchange.
 
     Args:
-        shards: every rank's shard, as views of `Exchange.peer_memory`.
+        shards: every rank's shard, in memory that this rank can read.
+        copies_own: whether to copy this rank's shard; False if `out` contains it.
     """
     assert axis.exchange is not None
     transfer = axis.transfer("fused_gather", out.nbytes)
-    wait = axis.exchange.gather_from_peers(out.view(axis.size, -1), shards)
+    wait = axis.exchange.gather_from_peers(out.view(axis.size, -1), shards, copies_own=copies_own)
     return Pending(out, transfer=transfer, finish=wait)
 
 

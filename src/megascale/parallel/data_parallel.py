@@ -37,6 +37,7 @@ from megascale.parallel.embedding_rows import EmbeddingRows, exchange_rows, find
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.float8_gather import Float8Gather
 from megascale.parallel.gradient_slots import GradientBucket, GradientSlots, ShardTarget, reduce_into_shard
+from megascale.parallel.mapped_slots import MappedSlots
 from megascale.parallel.parameter_slots import ParameterSlots
 from megascale.parallel.slot_sink import run_at_once
 
@@ -113,6 +114,7 @@ class DataParallel:
         gather_exchange: with ZeRO-3, gathers matrices by copy engines.
         copy_reduction: with ZeRO-2 and 3, reduces gradients of units by copy engines.
         persistent_blocks: with ZeRO-3, number of blocks whose matrices stay gathered until the update.
+        mapped_slots: with `gather_exchange`, slots in which own shards lie; None: own shards are copied.
 
     Attributes:
         gradient_slots: gradients of units from ZeRO-2 on; None below.
@@ -134,6 +136,7 @@ class DataParallel:
         gather_exchange: Exchange | None = None,
         copy_reduction: CopyReduction | None = None,
         persistent_blocks: int = 0,
+        mapped_slots: MappedSlots | None = None,
     ) -> None:
         self.buffers = list(buffers)
         self.overlap = overlap
@@ -155,6 +158,7 @@ class DataParallel:
                 float8=float8,
                 exchange=gather_exchange,
                 persistent_blocks=persistent_blocks,
+                mapped=mapped_slots,
             )
         for state in self._states:
             state.buffer.set_gradient_hook(partial(self._count_contribution, state))

@@ -13,37 +13,39 @@ consecutive micro-batches that the schedule runs through it.
 Matrices that GEMMs read in float8 may be gathered as bytes (float8_gather.py).
 
 With overlap.gathers=copies, an exchange (exchange.py) gathers the shards instead of NCCL. The shards then lie in peer
-memory, which the other ranks of the group read directly (peer_memory.py).
+memory, which the other ranks of the group read directly (peer_memory.py). Where the driver can map them into the slots,
+a rank does not copy its own shard (mapped_slots.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from megascale.core.unit_slots import CHUNK_SLOTS, select_persistent_blocks
-from megascale.parallel.buffer_layout import find_unit_ranges
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.collectives import Pending, all_gather_into, gather_from_peers
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.float8_gather import Float8Gather
+from megascale.parallel.mapped_slots import MappedSlots
 from megascale.parallel.peer_memory import PeerMemory
+from megascale.parallel.slot_units import assign_units
 
 
 class ParameterUnit:
     """Matrices that are gathered together, and their memory in a slot.
 
     Args:
-        memory: memory of all slots.
+        memory: memory of the unit's matrices.
         buffer: buffer of the unit's chunk.
         elements: range [first, stop) of the unit's elements in the buffer's layout.
-        start: first element of the unit in the slots' memory.
+        start: first element of the unit's slot in the memory of all slots.
 
     Attributes:
-        start, stop: range of elements in the slots' memory.
+        memory: memory of the unit's matrices.
+        start, stop: range of elements in the memory of all slots.
         owns_slot: whether the slot holds the matrices, or their gather is in flight.
         is_float8: whether the last gather fetched matrices that GEMMs read in float8 as bytes.
         is_persistent: whether the unit has a slot of its own, in which it stays gathered until the update.
@@ -60,7 +62,7 @@ class ParameterUnit:
         buffer_start, buffer_stop = elements
         self.start = start
         self.stop = start + buffer_stop - buffer_start
-        self.memory = memory[self.start : self.stop]
+        self.memory = memory
         self.owns_slot = False
         self.is_float8 = False
         self.is_persistent = False
@@ -75,6 +77,7 @@ class ParameterUnit:
         self._float8_pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         # By the address of this rank's shard: all ranks' shards. It has only shards that copy engines gather.
         self._peer_shards: dict[int, list[torch.Tensor]] = {}
+        self._mapped_shards: set[int] = set()  # addresses of this rank's shards that lie in `memory`
         self.params: list[nn.Parameter] = []
         for bucket, span in enumerate(buffer.layout.buckets):
             if not buffer_start <= span.start < buffer_stop:
@@ -120,13 +123,26 @@ class ParameterUnit:
             if peer_shards is None:
                 self.pending.append(all_gather_into(out, shard, self._axis))
             else:
-                self.pending.append(gather_from_peers(out, peer_shards, self._axis))
+                copies_own = shard.data_ptr() not in self._mapped_shards
+                self.pending.append(gather_from_peers(out, peer_shards, self._axis, copies_own=copies_own))
 
-    def use_exchange(self, exchange: Exchange, memory: PeerMemory) -> None:
-        """Gather by copy engines from now on. The shards must lie in `memory`."""
+    def use_exchange(
+        self, exchange: Exchange, memory: PeerMemory, mapped_peers: Mapping[int, list[torch.Tensor]]
+    ) -> None:
+        """Gather by copy engines from now on.
+
+        Args:
+            memory: memory of the shards that are copied into the slot.
+            mapped_peers: every rank's shard, by index of each bucket whose own shard lies in the slot.
+        """
         self._axis = replace(self._axis, exchange=exchange)
+        for bucket, (_, shard) in zip(self.bucket_memory, self._gather_pairs, strict=True):
+            if bucket in mapped_peers:
+                self._mapped_shards.add(shard.data_ptr())
+                self._peer_shards[shard.data_ptr()] = mapped_peers[bucket]
         for _, shard in self._gather_pairs + self._float8_pairs:
-            self._peer_shards[shard.data_ptr()] = memory.list_peers(shard)
+            if shard.data_ptr() not in self._mapped_shards:
+                self._peer_shards[shard.data_ptr()] = memory.list_peers(shard)
 
     def prepare_backward(self) -> None:
         """Make the transposes that GEMMs of the backward read in float8, unless the slot has them already."""
@@ -144,7 +160,15 @@ class ParameterUnit:
     def store_shards(self) -> None:
         """Copy this rank's part of the matrices in the slot to its shards."""
         for out, shard in self._gather_pairs:
-            shard.copy_(out.view(self._axis.size, -1)[self._axis.rank])
+            if shard.data_ptr() not in self._mapped_shards:
+                shard.copy_(out.view(self._axis.size, -1)[self._axis.rank])
+
+    def poison(self) -> None:
+        """Fill the slot with NaN, except this rank's shards in it."""
+        for out, shard in self._gather_pairs:
+            for rank, part in enumerate(out.view(self._axis.size, -1)):
+                if rank != self._axis.rank or shard.data_ptr() not in self._mapped_shards:
+                    part.fill_(float("nan"))
 
 
 class ParameterSlots:
@@ -158,9 +182,10 @@ class ParameterSlots:
         float8: gather matrices that GEMMs read in float8 as bytes.
         exchange: gathers by copy engines; its peer memory has room for the shards (peer_memory.py).
         persistent_blocks: number of blocks with a slot of their own; only without `chunk_slots`.
+        mapped: slots in which own shards lie; None: own shards are copied.
 
     Attributes:
-        memory: memory of all slots.
+        memory: memory of all slots; empty if `mapped` has it.
         units: `units[chunk][unit_index]`, in forward order; None for a unit without matrices.
         poison_unused: release a unit's slot as soon as another unit is used, and fill the slot with NaN. Tests set it
             to notice reads outside the unit's forward and backward.
@@ -177,43 +202,46 @@ class ParameterSlots:
         float8: bool = False,
         exchange: Exchange | None = None,
         persistent_blocks: int = 0,
+        mapped: MappedSlots | None = None,
     ) -> None:
         self._exchange = exchange
         shard_memory = None
         if exchange is not None:
             shard_memory = PeerMemory(exchange)
-            for buffer in buffers:
-                buffer.place_shard_params(shard_memory.take(buffer.shard_params.numel(), buffer.shard_params.dtype))
+            for chunk, buffer in enumerate(buffers):
+                _place_shards(buffer, chunk, shard_memory, mapped)
         self.prefetch = prefetch
         self.gather_count = 0
         self._gathered: list[ParameterUnit] = []
         self._float8: list[Float8Gather] = []
-        self.units: list[list[ParameterUnit | None]] = []
-        if chunk_slots is None:
-            persistent = select_persistent_blocks([_count_blocks(buffer) for buffer in buffers], persistent_blocks)
-            starts, size = _find_block_starts(buffers, persistent)
-        else:
-            starts, size = _find_chunk_starts(buffers, chunk_slots)
+        self.units: list[list[ParameterUnit | None]] = [[None] * buffer.count_units() for buffer in buffers]
+        slot_units, size = assign_units(buffers, chunk_slots, persistent_blocks)
+        if mapped is not None:
+            size = 0
         self.memory = torch.zeros(size, dtype=buffers[0].params.dtype, device=buffers[0].params.device)
-        for chunk, (buffer, unit_starts) in enumerate(zip(buffers, starts, strict=True)):
-            # `unit_starts` has the start of each unit by the unit's index.
-            units: list[ParameterUnit | None] = [None] * buffer.count_units()
+        for index, slot_unit in enumerate(slot_units):
+            first, stop = slot_unit.elements
+            if mapped is None:
+                memory = self.memory[slot_unit.start : slot_unit.start + stop - first]
+            else:
+                memory = mapped.unit_memory[index]
+            buffer = buffers[slot_unit.chunk]
+            unit = ParameterUnit(memory, buffer, slot_unit.elements, slot_unit.start)
+            unit.is_persistent = slot_unit.is_persistent
             if chunk_slots is None:
-                for unit_index, elements in find_unit_ranges(buffer.layout).items():
-                    unit = ParameterUnit(self.memory, buffer, elements, unit_starts[unit_index])
-                    if _is_block(buffer, unit_index):
-                        unit.is_persistent = persistent[chunk][unit_index - 1]
-                    units[unit_index] = unit
-            elif buffer.layout.unit_size:
-                # Buckets of units are the first ones of a layout.
-                unit = ParameterUnit(self.memory, buffer, (0, buffer.layout.unit_size), unit_starts[0])
-                units = [unit] * len(units)
-            self.units.append(units)
+                self.units[slot_unit.chunk][slot_unit.unit_index] = unit
+            else:
+                self.units[slot_unit.chunk] = [unit] * buffer.count_units()
         if float8:
             self._use_float8(buffers, shard_memory)
         if exchange is not None and shard_memory is not None:
-            for unit in self._all_units():
-                unit.use_exchange(exchange, shard_memory)
+            for chunk, units in enumerate(self.units):
+                mapped_peers = {}
+                if mapped is not None:
+                    mapped_peers = {key[1]: peers for key, peers in mapped.peer_shards.items() if key[0] == chunk}
+                for chunk_unit in dict.fromkeys(units):
+                    if chunk_unit is not None:
+                        chunk_unit.use_exchange(exchange, shard_memory, mapped_peers)
 
     def before_forward(self, chunk: int, unit_index: int) -> None:
         """Ensure that a unit's matrices are gathered for its forward, and start the next gather of the forward."""
@@ -353,58 +381,18 @@ class ParameterSlots:
         unit.owns_slot = False
         self._gathered.remove(unit)
         if self.poison_unused:
-            unit.memory.fill_(float("nan"))
+            unit.poison()
 
 
-def _count_blocks(buffer: ParamAndGradBuffer) -> int:
-    """Return the number of blocks of a chunk: its units without the first and the last one."""
-    return buffer.count_units() - 2
-
-
-def _find_block_starts(
-    buffers: Sequence[ParamAndGradBuffer], persistent: Sequence[Sequence[bool]]
-) -> tuple[list[dict[int, int]], int]:
-    """Return the start of each unit of each chunk in the slots' memory, and the size of all slots, in elements.
-
-    There are two slots for blocks, one for embedding and head, and one for each persistent block.
-
-    Args:
-        persistent: for each block of each chunk whether it has a slot of its own.
-    """
-    block_size = 0  # of the largest block that shares a slot
-    outer_size = 0
-    for buffer, is_persistent in zip(buffers, persistent, strict=True):
-        for unit_index, (start, stop) in find_unit_ranges(buffer.layout).items():
-            if not _is_block(buffer, unit_index):
-                outer_size = max(outer_size, stop - start)
-            elif not is_persistent[unit_index - 1]:
-                block_size = max(block_size, stop - start)
-    starts = []
-    size = 2 * block_size + outer_size
-    for buffer, is_persistent in zip(buffers, persistent, strict=True):
-        unit_starts = {}
-        turn = 0  # index of the slot that the next block takes
-        for unit_index, (start, stop) in sorted(find_unit_ranges(buffer.layout).items()):
-            if not _is_block(buffer, unit_index):
-                unit_starts[unit_index] = 2 * block_size
-            elif is_persistent[unit_index - 1]:
-                unit_starts[unit_index] = size
-                size += stop - start
-            else:
-                unit_starts[unit_index] = block_size * turn
-                turn = 1 - turn
-        starts.append(unit_starts)
-    return starts, size
-
-
-def _is_block(buffer: ParamAndGradBuffer, unit_index: int) -> bool:
-    """Return whether a unit is a block. The first unit is the embedding, the last one the head, where they exist."""
-    return 0 < unit_index < buffer.count_units() - 1
-
-
-def _find_chunk_starts(
-    buffers: Sequence[ParamAndGradBuffer], chunk_slots: Sequence[int]
-) -> tuple[list[dict[int, int]], int]:
-    """Return the start of each chunk, which is a single unit, in the slots' memory, and the size of all slots."""
-    slot_size = max(buffer.layout.unit_size for buffer in buffers)
-    return [{0: slot * slot_size} for slot in chunk_slots], CHUNK_SLOTS * slot_size
+def _place_shards(buffer: ParamAndGradBuffer, chunk: int, shard_memory: PeerMemory, mapped: MappedSlots | None) -> None:
+    """Move this rank's shards of a chunk's units to slots if they are mapped there, else to memory that peers read."""
+    if mapped is None:
+        buffer.place_shard_params(shard_memory.take(buffer.shard_params.numel(), buffer.shard_params.dtype))
+        return
+    memory = {}
+    for bucket, shard in enumerate(buffer.shards):
+        if (chunk, bucket) in mapped.shards:
+            memory[bucket] = mapped.shards[chunk, bucket]
+        elif buffer.layout.units[bucket] is not None:
+            memory[bucket] = shard_memory.take(shard.params.numel(), shard.params.dtype)
+    buffer.place_shards(memory)

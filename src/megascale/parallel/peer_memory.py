@@ -37,14 +37,24 @@ class PeerMemory:
         return [memory[start : start + shard.nbytes].view(shard.dtype) for memory in self._exchange.peer_memory]
 
 
-def count_peer_memory_bytes(buffers: Iterable[ParamAndGradBuffer], has_float8: bool) -> int:
+def count_peer_memory_bytes(
+    buffers: Iterable[ParamAndGradBuffer],
+    has_float8: bool,
+    mapped_buckets: frozenset[tuple[int, int]] = frozenset(),
+) -> int:
     """Return the bytes that this rank's shards of parameters (`shard_params`) need in its block.
 
     Args:
         has_float8: whether shards are also cast to float8, one byte per element.
+        mapped_buckets: (chunk, index) of buckets whose shards lie in slots instead (mapped_slots.py).
     """
     total_bytes = 0
-    for buffer in buffers:
+    for chunk, buffer in enumerate(buffers):
+        if mapped_buckets:
+            for bucket, shard in enumerate(buffer.shards):
+                if buffer.layout.units[bucket] is not None and (chunk, bucket) not in mapped_buckets:
+                    total_bytes += _round_up(shard.params.nbytes)
+            continue
         total_bytes += _round_up(buffer.shard_params.nbytes)
         if has_float8:
             total_bytes += _round_up(buffer.shard_params.numel())

@@ -45,11 +45,16 @@ class PeerMemoryCalls(ExchangeCalls):
         # (address, bytes) of each shard of this rank that was gathered since the last `wait_for_peer_reads`.
         self._gathered_shards: set[tuple[int, int]] = set()
 
-    def gather_from_peers(self, out: torch.Tensor, shards: Sequence[torch.Tensor]) -> Callable[[], None]:
+    def gather_from_peers(
+        self, out: torch.Tensor, shards: Sequence[torch.Tensor], copies_own: bool = True
+    ) -> Callable[[], None]:
         """All-gather shards[rank] of every rank, views of `peer_memory`, into out [size, *shape of a shard].
 
         The gather overlaps with later work. Work that was submitted before the shard's first gather may write this
         rank's shard, and later work only after `wait_for_peer_reads`.
+
+        Args:
+            copies_own: whether to copy this rank's shard; False if `out` contains it (mapped_slots.py).
 
         Returns:
             A function that waits for the gather.
@@ -70,7 +75,8 @@ class PeerMemoryCalls(ExchangeCalls):
             if has_flags:
                 streams.wait_for(peer, number)
             streams.copy(out[peer], shards[peer])
-        streams.copy(out[self.rank], shard)
+        if copies_own:
+            streams.copy(out[self.rank], shard)
         end = self._end_call() if has_flags else streams.record_event("copy")
         return lambda: self._await(end)
 

@@ -103,15 +103,26 @@ def make_exchange(
     except Exception as error:  # any failure makes the exchange unavailable on all ranks
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
     # Use the exchange on all ranks or on none: a rank with an exchange would wait for its peers for ever.
-    reasons = _gather_text(reason, axis, device)
+    failure = find_failure(reason, axis, device)
     if axis.rank == 0:
         Path(local_process["page"]).unlink(missing_ok=True)  # all members have mapped the file by now
-    for rank, text in enumerate(reasons):
-        if text:
-            if exchange is not None:
-                exchange.close()
-            return f"rank {rank} of the group: {text}"
+    if failure:
+        if exchange is not None:
+            exchange.close()
+        return failure
     return exchange or "the exchange was not made"
+
+
+def find_failure(reason: str, axis: Axis, device: torch.device) -> str:
+    """Return the reason of the first rank that has failed, the same on every rank; "" if none has. Collective.
+
+    Args:
+        reason: why this rank has failed, or "".
+    """
+    for rank, text in enumerate(_gather_text(reason, axis, device)):
+        if text:
+            return f"rank {rank} of the group: {text}"
+    return ""
 
 
 def _gather_text(text: str, axis: Axis, device: torch.device) -> list[str]:

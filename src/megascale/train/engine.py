@@ -260,8 +260,8 @@ class Engine(EngineParts):
             exchange.close(failed)
 
     def count_exchange_bytes(self) -> int:
-        """Return the bytes of the exchanges between GPUs, which torch's memory statistics do not count."""
-        return sum(exchange.memory_bytes for exchange in self.list_exchanges())
+        """Return the bytes of exchanges between GPUs and of mapped slots, which torch's memory statistics omit."""
+        return self.mapped_bytes + sum(exchange.memory_bytes for exchange in self.list_exchanges())
 
     def list_exchanges(self) -> list[Exchange]:
         """Return the exchanges between GPUs that are in use."""

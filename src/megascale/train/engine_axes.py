@@ -33,13 +33,29 @@ from megascale.parallel.buffers import Axes, ParamAndGradBuffer
 from megascale.parallel.collectives import Axis
 from megascale.parallel.copy_reduction import CopyReduction, count_slot_elements, count_wide_elements
 from megascale.parallel.exchange import Exchange
+from megascale.parallel.mapped_slots import MappedSlots, map_slots, select_mapped_buckets
 from megascale.parallel.peer_memory import count_peer_memory_bytes
 from megascale.parallel.pipeline import P2PStream, P2PStreams
 from megascale.parallel.runtime import Runtime
+from megascale.parallel.slot_units import assign_units
 from megascale.rendezvous.group_plan import find_replica_axis
 from megascale.rendezvous.groups import Groups
 
 _SWITCH = {True: "on", False: "off"}
+
+
+class GatherChoice(NamedTuple):
+    """Transport of the matrices of units: copies or collectives.
+
+    Attributes:
+        exchange: the exchange that copies them; None: collectives gather.
+        mapped: slots in which own shards lie; None: own shards are copied.
+        lines: start-up lines by name.
+    """
+
+    exchange: Exchange | None
+    mapped: MappedSlots | None
+    lines: dict[str, str]
 
 
 class ReductionChoice(NamedTuple):
@@ -139,26 +155,60 @@ def choose_tensor_overlap(
 
 
 def choose_gathers(
-    axis: Axis, layout: Layout, buffers: Sequence[ParamAndGradBuffer], gathers_in_float8: bool, device: torch.device
-) -> tuple[Exchange | None, dict[str, str]]:
-    """Return the exchange that gathers matrices under ZeRO-3 (overlap.gathers), and its start-up line by name.
+    axis: Axis,
+    layout: Layout,
+    buffers: Sequence[ParamAndGradBuffer],
+    gathers_in_float8: bool,
+    device: torch.device,
+    chunk_slots: Sequence[int] | None,
+) -> GatherChoice:
+    """Return how the matrices of units are gathered under ZeRO-3 (overlap.gathers).
 
-    The exchange is None if collectives gather. Raises ConfigError if overlap.gathers=copies is unavailable.
+    Raises ConfigError if overlap.gathers=copies is unavailable.
+
+    Args:
+        chunk_slots: slot of each chunk if complete chunks are gathered (core/unit_slots.py).
     """
     config = layout.config
     if config.parallel.zero != 3 or axis.size == 1 or config.overlap.gathers == "collectives":
-        return None, {}
-    exchange: Exchange | str = explain_collective_gathers(config, layout.grid)
-    if not exchange:
-        exchange = _make_peer_exchange(axis, config, device, count_peer_memory_bytes(buffers, gathers_in_float8))
-    if not isinstance(exchange, str):
-        return exchange, {"matrices gathered by": "copy engines"}
+        return GatherChoice(None, None, {})
+    reason = explain_collective_gathers(config, layout.grid)
+    if not reason:
+        buckets, copy_reason = select_mapped_buckets(buffers, gathers_in_float8, device)
+        peer_bytes = count_peer_memory_bytes(buffers, gathers_in_float8, buckets)
+        exchange = _make_peer_exchange(axis, config, device, peer_bytes)
+        mapped = None
+        if buckets and not isinstance(exchange, str):
+            units, _ = assign_units(buffers, chunk_slots, config.parallel.zero3_keep_layers)
+            slots = map_slots(axis, buffers, units, buckets=buckets, device=device)
+            if isinstance(slots, str):
+                copy_reason = slots
+                exchange.close()
+                exchange = _make_peer_exchange(
+                    axis, config, device, count_peer_memory_bytes(buffers, gathers_in_float8)
+                )
+            else:
+                mapped = slots
+        if not isinstance(exchange, str):
+            return GatherChoice(exchange, mapped, {"matrices gathered by": _describe_gathers(mapped, copy_reason)})
+        reason = exchange
     if config.overlap.gathers == "copies":
         raise ConfigError(
-            f"overlap.gathers=copies is unavailable: {exchange}; set --overlap.gathers=collectives, or put each "
+            f"overlap.gathers=copies is unavailable: {reason}; set --overlap.gathers=collectives, or put each "
             "data-parallel group on one host whose GPUs reach each other"
         )
-    return None, {"matrices gathered by": f"collectives (no copies: {exchange})"}
+    return GatherChoice(None, None, {"matrices gathered by": f"collectives (no copies: {reason})"})
+
+
+def _describe_gathers(mapped: MappedSlots | None, copy_reason: str) -> str:
+    """Return the start-up line of gathers by copies.
+
+    Args:
+        copy_reason: why own shards are copied, if `mapped` is None.
+    """
+    if mapped is None:
+        return f"copy engines (own shards are copied too: {copy_reason})"
+    return "copy engines, with own shards mapped into slots"
 
 
 def choose_reductions(

@@ -257,27 +257,36 @@ class EngineParts:
         self.active |= stage_model.lines
 
     def _make_data_parallel(self, axes: Axes, stage: int, gathers_in_float8: bool) -> DataParallel:
-        """Return what gathers parameters and reduces gradients. Set `gather_exchange` and `reduction_exchange`."""
+        """Return what gathers parameters and reduces gradients. Set the engine's exchanges and `mapped_bytes`."""
         config = self.config
-        self.gather_exchange, gather_line = engine_axes.choose_gathers(
-            axes.data, self.layout, self.buffers, gathers_in_float8=gathers_in_float8, device=self.device
+        chunk_slots = self.layout.chunk_slots(stage)
+        gathers = engine_axes.choose_gathers(
+            axes.data,
+            self.layout,
+            self.buffers,
+            gathers_in_float8=gathers_in_float8,
+            device=self.device,
+            chunk_slots=chunk_slots,
         )
+        self.gather_exchange = gathers.exchange
+        self.mapped_bytes = 0 if gathers.mapped is None else gathers.mapped.nbytes
         reduce_dtype = REDUCE_DTYPES.get(config.parallel.reduce_dtype)
         reduction = engine_axes.choose_reductions(
             axes.reduce, self.layout, self.buffers, device=self.device, reduce_dtype=reduce_dtype
         )
         self.reduction_exchange = reduction.exchange
-        self.active |= gather_line | reduction.lines
+        self.active |= gathers.lines | reduction.lines
         return DataParallel(
             self.buffers,
             config.overlap.data,
             reduce_dtype=reduce_dtype,
             float8=gathers_in_float8,
             microbatches=self.layout.microbatches,
-            chunk_slots=self.layout.chunk_slots(stage),
+            chunk_slots=chunk_slots,
             gather_exchange=self.gather_exchange,
             copy_reduction=reduction.copy_reduction,
             persistent_blocks=config.parallel.zero3_keep_layers,
+            mapped_slots=gathers.mapped,
         )
 
     def list_base_pieces(self) -> Iterator[tuple[Piece, torch.Tensor]]:
