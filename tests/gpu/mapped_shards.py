@@ -76,6 +76,30 @@ def time_gathers(exchange: Exchange, slots: MappedSlots, copies_own: bool) -> fl
     return start.elapsed_time(end) * 1e3 / REPEATS
 
 
+def count_wrong_replays(exchange: Exchange, slots: MappedSlots) -> int:
+    """Capture gathers of all units, and return the number of wrong units of replays after updates."""
+    device = slots.unit_memory[0].device
+    count = len(slots.unit_memory)
+    failures = 0
+    graph = torch.cuda.CUDAGraph()
+    total = torch.zeros(count, device=device)
+    with exchange.capture(), torch.cuda.graph(graph):
+        for unit in range(count):
+            gather(exchange, slots, unit, copies_own=False)
+            total[unit] = slots.unit_memory[unit][:: 1 << 12].float().sum()
+    for update in range(2, 5):
+        update_shards(exchange, slots, update)
+        exchange.before_replay()
+        graph.replay()
+        for unit in range(count):
+            parts = slots.unit_memory[unit].view(exchange.size, -1)
+            sums = [expected_part(rank, unit, update) for rank in range(exchange.size)]
+            owners = torch.arange(0, parts.numel(), 1 << 12, device=device) // parts.shape[1]
+            expected = torch.tensor(sums, device=device)[owners].sum()
+            failures += bool(total[unit] != expected)
+    return failures
+
+
 def check(axis: Axis, device: torch.device, bucket_elements: list[int]) -> int:
     """Check and time the units of two slots. Return the number of failures."""
     exchange = symmetric.make_exchange(axis, 0, device)
@@ -103,29 +127,14 @@ def check(axis: Axis, device: torch.device, bucket_elements: list[int]) -> int:
         for unit in range(len(units)):
             gather(exchange, slots, unit, copies_own=False)
             failures += count_differences(exchange, slots, unit, update) > 0
-    graph = torch.cuda.CUDAGraph()
-    total = torch.zeros(len(units), device=device)
-    with exchange.capture(), torch.cuda.graph(graph):
-        for unit in range(len(units)):
-            gather(exchange, slots, unit, copies_own=False)
-            total[unit] = slots.unit_memory[unit][:: 1 << 12].float().sum()
-    for update in range(2, 5):
-        update_shards(exchange, slots, update)
-        exchange.before_replay()
-        graph.replay()
-        for unit in range(len(units)):
-            parts = slots.unit_memory[unit].view(exchange.size, -1)
-            sums = [expected_part(rank, unit, update) for rank in range(exchange.size)]
-            owners = torch.arange(0, parts.numel(), 1 << 12, device=device) // parts.shape[1]
-            expected = torch.tensor(sums, device=device)[owners].sum()
-            failures += bool(total[unit] != expected)
+    failures += count_wrong_replays(exchange, slots)
     torch.cuda.synchronize()
     dist.barrier()
     mapped_us = time_gathers(exchange, slots, copies_own=False)
     dist.barrier()
     copied_us = time_gathers(exchange, slots, copies_own=True)
     dist.barrier()
-    del graph, slots
+    del slots
     gc.collect()
     torch.cuda.synchronize()
     dist.barrier()  # a peer's mapping keeps this rank's memory

@@ -109,8 +109,10 @@ def run(
     rows: list[dict[str, Any]] = []
     problems: list[str] = []
     try:
+        start = time.monotonic()
         if job.first(lambda e: e.kind == "first_step") is None:
             problems.append("the job came to no first step")
+        print(f"first step after {time.monotonic() - start:.1f} s", file=sys.stderr)
         for number in range(losses):
             if problems:
                 break
@@ -161,9 +163,10 @@ def await_copies(job: Launched) -> bool:
 
     All memory for snapshots must be prepared too, since a step before it may have no copy.
     """
-    deadline = time.monotonic() + LIMIT
-    while time.monotonic() < deadline and not job.over():
+    start = time.monotonic()
+    while time.monotonic() < start + LIMIT and not job.over():
         if has_copies(job.run, len(read_placement(job))) and job.has_memory():
+            print(f"all ranks have copies after {time.monotonic() - start:.1f} s", file=sys.stderr)
             return True
         time.sleep(0.05)
     return False
