@@ -8,7 +8,6 @@ both. Started in this order, they import at the same time, so this module import
 from __future__ import annotations
 
 import argparse
-import gc
 from pathlib import Path
 
 from megascale.resilience.agent.fork_server_process import LOG_FILE, TRAINER_MODULES, start_fork_server
@@ -28,10 +27,8 @@ def main() -> None:
         arguments.folder.mkdir(parents=True, exist_ok=True)
         fork_server = start_fork_server(arguments.folder / LOG_FILE, TRAINER_MODULES)
 
-    gc.disable()  # until the imports have ended, as in the fork server
     from megascale.resilience.agent.agent import serve
 
-    gc.enable()
     serve(arguments.node, arguments.folder, arguments.address, arguments.pod, fork_server)
 
 
