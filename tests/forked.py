@@ -34,7 +34,7 @@ BENCHMARKS = "benchmarks.__main__"
 CHAOS = "tests.chaos.__main__"
 POD = "megascale.resilience.agent.pod"
 # Without services: ranks start these, which have threads by then, and most of them do without torch.
-MODULES = (COMMAND, BENCHMARKS, "megascale.resilience.agent.agent", "megascale.resilience.agent.fork_server")
+MODULES = (COMMAND, BENCHMARKS, "megascale.resilience.agent.main", "megascale.resilience.agent.fork_server")
 # These have no function that is their whole run.
 SCRIPTS = ("megascale.resilience.diagnose.pairs", "megascale.resilience.diagnose.alltoall")
 _Popen = subprocess.Popen
@@ -86,6 +86,7 @@ context.set_forkserver_preload(
         "megascale.resilience.driver.api.http_api",
         "uvicorn",
         "megascale.resilience.agent.agent",
+        "megascale.resilience.agent.main",
         "megascale.resilience.agent.fork_server",
         "matplotlib.pyplot",
         "matplotlib.backends.backend_agg",

@@ -14,7 +14,7 @@ from megascale.errors import TrainingError
 from tests.chaos.machines.network import wait
 from tests.chaos.slurm.job import SlurmJob
 
-_AGENT = "resilience.agent.agent"
+_AGENT = "resilience.agent.main"
 _TRAINED = 20  # steps that training goes on where it is to go on
 
 

@@ -157,7 +157,7 @@ def test_an_agent_ends_what_the_ranks_of_earlier_attempts_have_started(start_pro
     folder, run = tmp_path / NODE, tmp_path / "runs" / JOB
     folder.mkdir()
     driver = Driver()
-    command = module_command("megascale.resilience.agent.agent", "--node", NODE, "--folder", str(folder))
+    command = module_command("megascale.resilience.agent.main", "--node", NODE, "--folder", str(folder))
 
     async def start_attempt(attempt: int) -> int:
         fields = {name: getattr(make_start(attempt), name) for name in ("attempt", "job", "ranks", "world", "settings")}

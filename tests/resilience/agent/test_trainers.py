@@ -33,6 +33,8 @@ from megascale.observe.hang.evidence import read_process_state
 from megascale.resilience import rules
 from megascale.resilience.agent import early_processes, process_usage
 from megascale.resilience.agent.foreign_program import ForeignProgram
+from megascale.resilience.agent.fork_server_link import ForkServerLink
+from megascale.resilience.agent.fork_server_process import LOG_FILE, start_fork_server
 from megascale.resilience.agent.rank_programs import MegascaleTrainer, Progress, TrainerProcess
 from megascale.resilience.agent.trainers import Trainers
 from megascale.resilience.process_birth import read_birth_time
@@ -50,7 +52,7 @@ from megascale.resilience.protocol.fork_messages import (
 )
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 from megascale.resilience.rules.view import NodeView, Verdict, View
-from megascale.services.messages import FrameReader
+from megascale.services.messages import FrameReader, Message
 from tests.conftest import POLL_INTERVAL
 from tests.forked import call_forked
 
@@ -184,10 +186,11 @@ def test_agents_of_a_job_give_the_replicas_one_token_that_is_not_the_jobs(tmp_pa
 def test_a_fork_server_uses_its_idle_time_and_still_forks(tmp_path):
     marker, failed = tmp_path / "marker", tmp_path / "failed"
     (tmp_path / "early.py").write_text(
-        "import os\n"
+        "import gc, os\nprint('collects during imports:', gc.isenabled())\n"
         f"def fail():\n    open({str(failed)!r}, 'w').write(os.environ['OMP_WAIT_POLICY'])\n    raise OSError('no')\n"
         "def fail_without_log():\n    os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\n    raise OSError('lost')\n"
         f"def work():\n    with open({str(marker)!r}, 'w') as out:\n        out.write(str(os.getpid()))\n"
+        "    print('collects when idle:', gc.isenabled(), flush=True)\n"
     )
     local, remote = socket.socketpair()
     with local, remote, open(tmp_path / "out", "wb") as out:
@@ -222,7 +225,10 @@ def test_a_fork_server_uses_its_idle_time_and_still_forks(tmp_path):
         finally:
             server.kill()
             server.wait()
-    assert "no" in (tmp_path / "out").read_text()
+    output_text = (tmp_path / "out").read_text()
+    assert "no" in output_text
+    assert "collects during imports: False" in output_text
+    assert "collects when idle: True" in output_text
 
 
 def test_ranks_that_die_with_their_fork_server_are_told_of_it(tiny, tmp_path):
@@ -876,3 +882,45 @@ def test_a_stopped_rank_has_a_replacement_while_its_hang_is_examined(continues: 
         for process in [*ranks, replacement, server]:
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize("preload", [True, False])
+def test_an_agent_uses_the_fork_server_that_was_started_before_its_imports(preload: bool, tmp_path: Path) -> None:
+    """A server that imports other modules than the agent needs is replaced."""
+    modules = ("json",)
+    early = start_fork_server(tmp_path / LOG_FILE, modules if preload else ("csv",))
+
+    async def connect() -> tuple[int, int]:
+        ready = asyncio.Event()
+        reports: list[Message] = []
+
+        def note(message: Message) -> None:
+            reports.append(message)
+            ready.set()
+
+        link = ForkServerLink(tmp_path / LOG_FILE, note, ready.set, early)
+        try:
+            link.start(modules)
+            await asyncio.wait_for(ready.wait(), 60)
+            assert link.process is not None
+            assert link.is_ready
+            first = link.process.pid
+            assert reports == [ForkServerReady(first)]
+            link.kill()
+            link.start(modules)  # after the end of the first server
+            return first, link.process.pid
+        finally:
+            link.kill()
+
+    first, second = asyncio.run(connect())
+    assert (first == early.process.pid) == preload
+    assert second not in (first, early.process.pid)
+    assert early.process.returncode == -signal.SIGKILL
+
+
+def test_the_entry_module_of_an_agent_imports_nothing_that_delays_its_fork_server() -> None:
+    code = "import sys, megascale.resilience.agent.main; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    modules = set(result.stdout.split())
+    assert "megascale.resilience.agent.fork_server_process" in modules
+    assert not modules & {"asyncio", "msgspec", "pydantic", "torch", "megascale.config", "megascale.services"}

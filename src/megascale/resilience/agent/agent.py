@@ -4,13 +4,11 @@ A killed driver is started again, so the agent continues without a driver for `r
 the trainers save, and ends. The trainers end with their agent. Otherwise their state would be unknown, and they would
 occupy devices and ports that the next attempt needs. A new start of the trainers costs only a fork.
 
-A cluster on this machine runs `python -m megascale.resilience.agent.agent --folder FOLDER --node NAME ...`. On other
-machines attach.py runs this command, and `megascale agent` (join.py) calls `serve`.
+Clusters run main.py, which calls `serve`. `megascale agent` (join.py) calls it too.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import logging
@@ -32,6 +30,7 @@ from megascale.observe.hang.evidence import collect_evidence
 from megascale.observe.hang.scene import Scene, pack_evidence
 from megascale.resilience.agent import node_metrics
 from megascale.resilience.agent.driver_link import DriverLink
+from megascale.resilience.agent.fork_server_process import ForkServerProcess
 from megascale.resilience.agent.leftover_processes import end_leftover_processes
 from megascale.resilience.agent.node_folder import end_checkpoint_services
 from megascale.resilience.agent.rank_lease import RankLease
@@ -69,6 +68,7 @@ class Agent:
     Args:
         folder: folder of the node with the job description.
         pod: name of the node's pod or container.
+        fork_server: fork server that this process has started already, or None.
 
     Attributes:
         boot: random name of this agent's process, by which the driver notices a restart of the agent.
@@ -77,7 +77,9 @@ class Agent:
         end_requested: set when the agent must end.
     """
 
-    def __init__(self, node: str, folder: Path, address: str, pod: str) -> None:
+    def __init__(
+        self, node: str, folder: Path, address: str, pod: str, fork_server: ForkServerProcess | None = None
+    ) -> None:
         self.node = node
         self.address = address
         self.pod = pod
@@ -91,7 +93,7 @@ class Agent:
         self.state = ""
         self.end_requested = asyncio.Event()
         changed = asyncio.Event()
-        self.trainers = Trainers(self.run_folder, folder, changed.set, job.shared, job.limits)
+        self.trainers = Trainers(self.run_folder, folder, changed.set, job.shared, job.limits, fork_server)
         self.lease = RankLease(self.limits.agent_lease, self.limits.orphan, self.trainers.kill_from_thread)
         self.link = DriverLink(folder, address, self._make_hello, self._begin_session, self._execute_order, self.lease)
         # The driver waits for self-checks as long.
@@ -372,29 +374,18 @@ def _make_run_folder(run: Path, checkpoints: str) -> None:
         (run / "checkpoints").symlink_to(checkpoints)
 
 
-def main() -> None:
-    """Run the agent from the command line that a cluster uses. Users run `megascale agent`."""
-    parser = argparse.ArgumentParser(description="Agent of one node.")
-    parser.add_argument("--node", required=True)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--address", default="127.0.0.1")
-    parser.add_argument("--pod", default="")
-    arguments = parser.parse_args()
-    serve(arguments.node, arguments.folder, arguments.address, arguments.pod)
+def serve(node: str, folder: Path, address: str, pod: str, fork_server: ForkServerProcess | None = None) -> None:
+    """Run the agent of a node until the driver or a signal (SIGTERM, SIGINT, SIGHUP) ends it.
 
-
-def serve(node: str, folder: Path, address: str, pod: str) -> None:
-    """Run the agent of a node until the driver or a signal (SIGTERM, SIGINT, SIGHUP) ends it."""
+    Args:
+        fork_server: fork server that this process has started already, or None.
+    """
     keep_working()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     disable_bytecode_cache()
     folder.mkdir(parents=True, exist_ok=True)
 
     async def run() -> None:
-        await Agent(node, folder, address, pod).run()
+        await Agent(node, folder, address, pod, fork_server).run()
 
     asyncio.run(run())
-
-
-if __name__ == "__main__":
-    main()

@@ -95,7 +95,7 @@ def serve_request(request: dict[str, Any]) -> None:
                 )
                 return
             address = request["address"] or _find_address(str(request["interface"]), job.driver[0])
-            child = _start_agent(folder, node, address, request)
+            child = _start_agent(folder, node, address, request, preload=job.limits.preload)
             pid = child.pid
             record_agent_process(folder, pid)
     write_answer(running=pid)
@@ -109,10 +109,14 @@ def _find_address(interface: str, driver: str) -> str:
     return find_local_address(driver)
 
 
-def _start_agent(folder: Path, node: str, address: str, request: dict[str, Any]) -> subprocess.Popen[bytes]:
+def _start_agent(
+    folder: Path, node: str, address: str, request: dict[str, Any], *, preload: bool
+) -> subprocess.Popen[bytes]:
     """Start the agent in a session of its own, which outlives this connection."""
-    command = module_command("megascale.resilience.agent.agent", "--node", node, "--folder", str(folder))
+    command = module_command("megascale.resilience.agent.main", "--node", node, "--folder", str(folder))
     command += ["--address", address, "--pod", str(request.get("pod", ""))]
+    if preload:
+        command.append("--preload")
     environment = os.environ | {str(name): str(value) for name, value in request.get("environment", {}).items()}
     with open(folder / "agent.log", "ab") as out:
         return subprocess.Popen(

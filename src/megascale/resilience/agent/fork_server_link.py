@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 import subprocess
@@ -14,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megascale.core.failure import FailureLog
-from megascale.core.python_process import module_command
+from megascale.resilience.agent.fork_server_process import ForkServerProcess, start_fork_server
 from megascale.resilience.protocol.fork_messages import (
     FROM_FORK_SERVER,
     TO_FORK_SERVER,
@@ -36,6 +35,7 @@ class ForkServerLink:
         log_file: file for the output of the server.
         on_report: called for each report of the server.
         on_end: called when the server has ended, unless the agent has ended it by `kill`.
+        started: server that this process has started already, or None.
 
     Attributes:
         process: the server's process; None before the start and after `kill`.
@@ -44,7 +44,13 @@ class ForkServerLink:
         end_reason: reason for which the agent ended the server with its ranks; "" if the agent did not.
     """
 
-    def __init__(self, log_file: Path, on_report: Callable[[Message], None], on_end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        log_file: Path,
+        on_report: Callable[[Message], None],
+        on_end: Callable[[], None],
+        started: ForkServerProcess | None = None,
+    ) -> None:
         self.process: subprocess.Popen[bytes] | None = None
         self.is_ready = False
         self.start_failure: Broken | None = None
@@ -52,6 +58,7 @@ class ForkServerLink:
         self.on_report = on_report
         self._on_end = on_end
         self._log_file = log_file
+        self._started = started
         self._socket: socket.socket | None = None
         self._start_time = 0.0  # `time.monotonic()` at the start of the server
         self._read_task: asyncio.Task[None] | None = None
@@ -62,25 +69,25 @@ class ForkServerLink:
         return self._socket is not None
 
     def start(self, modules: Sequence[str]) -> None:
-        """Start a server that imports `modules`. There must be no earlier one."""
-        agent_end, server_end = socket.socketpair()
-        agent_end.setblocking(False)
-        module = "megascale.resilience.agent.fork_server"
-        with open(self._log_file, "ab") as out:
-            self.process = subprocess.Popen(
-                module_command(module, str(server_end.fileno()), str(os.getpid()), *modules),
-                pass_fds=[server_end.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
-        server_end.close()
-        self._start_time = time.monotonic()
-        self._socket = agent_end
+        """Start a server that imports `modules`. There must be no earlier one.
+
+        The first call connects to the server that was started before the agent's imports, if it imports `modules`.
+        """
+        started = self._started
+        self._started = None
+        if started is not None and started.modules != tuple(modules):
+            started.process.kill()
+            started.process.wait()
+            started.socket.close()
+            started = None
+        if started is None:
+            started = start_fork_server(self._log_file, modules)
+        self.process = started.process
+        self._start_time = started.start_time
+        self._socket = started.socket
         self.is_ready = False
         self.start_failure = None
-        self._read_task = asyncio.get_running_loop().create_task(self._read_reports(agent_end))
+        self._read_task = asyncio.get_running_loop().create_task(self._read_reports(started.socket))
 
     def disconnect(self) -> None:
         """Read no more reports."""

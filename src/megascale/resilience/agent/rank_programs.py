@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.core.status import PARKED, StartReport, name_status_file, read_status
 from megascale.core.untrusted_files import open_regular
+from megascale.resilience.agent.fork_server_process import TRAINER_MODULES
 from megascale.resilience.protocol.agent_messages import Start
 from megascale.resilience.protocol.fork_messages import Fork
 from megascale.resilience.protocol.heartbeat import TAIL_CHARACTERS, truncate
@@ -172,16 +173,7 @@ class MegascaleTrainer(RankProgram):
         keeps_processes: whether ranks without a fault stay in their processes after a failed attempt.
     """
 
-    # Modules are given by name, because this package must not import the trainer.
-    modules = (
-        "megascale.cli.main",
-        "megascale.cli.train",
-        "megascale.api",
-        "rich.table",
-        "megascale.train.loop",
-        "megascale.train.rank_info",
-        "megascale.ops.launch:warm_up_forks",
-    )
+    modules = TRAINER_MODULES
 
     def __init__(self, run: Path, settings: Path, shared: bool, keeps_processes: bool = False) -> None:
         self._keeps_processes = keeps_processes

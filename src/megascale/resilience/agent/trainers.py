@@ -44,6 +44,7 @@ from megascale.resilience.agent.dying_processes import DyingProcesses
 from megascale.resilience.agent.early_processes import EarlyProcesses
 from megascale.resilience.agent.foreign_program import ForeignProgram
 from megascale.resilience.agent.fork_server_link import ForkServerLink
+from megascale.resilience.agent.fork_server_process import LOG_FILE, ForkServerProcess
 from megascale.resilience.agent.leftover_processes import kill_rank_processes
 from megascale.resilience.agent.process_usage import is_being_killed, read_usage
 from megascale.resilience.agent.rank_programs import MegascaleTrainer, Progress, RankProgram, TrainerProcess
@@ -75,6 +76,7 @@ class Trainers:
         on_change: called when a process has started or ended.
         shared: whether the settings already name `run` as the run folder. Otherwise trainers get an option for it.
         limits: section `resilience` of the configuration.
+        fork_server: fork server that this process has started already, or None.
 
     Attributes:
         attempt: number of the present attempt, or 0 before the first.
@@ -89,6 +91,7 @@ class Trainers:
         on_change: Callable[[], None],
         shared: bool = True,
         limits: ResilienceConfig = ResilienceConfig(),
+        fork_server: ForkServerProcess | None = None,
     ) -> None:
         self.run = run
         self.folder = folder
@@ -98,7 +101,9 @@ class Trainers:
         self._shared = shared
         self._limits = limits
         self.program: RankProgram = MegascaleTrainer(run, folder / "job.toml", shared)
-        self._fork_server = ForkServerLink(folder / "forkserver.log", self._handle_report, self._handle_server_end)
+        self._fork_server = ForkServerLink(
+            folder / LOG_FILE, self._handle_report, self._handle_server_end, started=fork_server
+        )
         self._start_order: Start | None = None  # start order of the present attempt
         self._groups_number = 0  # number of the newest preparation of groups that the driver has ordered
         self._is_preparing = False  # whether the start order only prepared processes for their first attempt

@@ -118,8 +118,10 @@ class LocalCluster(Cluster):
         if self.devices:
             devices = await self._find_free_devices(name)
             environment["CUDA_VISIBLE_DEVICES"] = devices
-        command = module_command("megascale.resilience.agent.agent", "--node", name, "--folder", str(agent_folder))
+        command = module_command("megascale.resilience.agent.main", "--node", name, "--folder", str(agent_folder))
         command += ["--address", _make_address(name), "--pod", f"local-{name}"]
+        if self._job is not None and self._job[0].limits.preload:
+            command.append("--preload")
         with open(folder / "agent.log", "ab") as out:
             child = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
