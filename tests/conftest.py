@@ -100,6 +100,9 @@ def pytest_collection_finish() -> None:
     host_pauses.gc = SimpleNamespace(**vars(gc) | {"unfreeze": lambda: None})  # type: ignore[attr-defined]
 
 
+# Seconds between two looks of a test at another process or thread. A loop without a pause keeps a processor busy.
+POLL_INTERVAL = 0.01
+
 TINY = """
 [model]
 layers = 2

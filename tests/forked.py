@@ -74,6 +74,12 @@ context.set_forkserver_preload(
         "megascale.cli.main",
         "megascale.cli.train",
         "rich.table",
+        "rich.status",
+        "rich._emoji_codes",  # loaded by the first table that is printed
+        "encodings.utf_8_sig",  # loaded by the first configuration file
+        "typer._adapters",  # loaded by the first command that is parsed
+        "megascale.cli.output_console",
+        "megascale.simulate.planner.layout_cost",  # loaded by a training that describes its layout
         "megascale.api",
         "megascale.cli.launch",
         "megascale.resilience.driver.start_driver",
@@ -199,6 +205,45 @@ class Forked:
         return output[0], output[1] if len(output) > 1 else ""
 
 
+def call_forked(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of a module in a forked process, and return its result.
+
+    Commands that the function starts are forked from that process. Raises AssertionError with the traceback of the
+    function.
+    """
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_call, args=(sender, dict(os.environ), function, arguments), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        result, failure = receiver.recv()
+    except EOFError:
+        process.join()
+        raise AssertionError(f"the forked process ended with code {process.exitcode}") from None
+    process.join()
+    assert not failure, failure
+    return result
+
+
+def _call(
+    sender: connection.Connection, env: Mapping[str, str], function: Callable[..., Any], arguments: Sequence[Any]
+) -> None:
+    """Call the function, in the forked process."""
+    listen()
+    _leave_to_parent()
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
+    os.environ.clear()
+    os.environ.update(env)
+    subprocess.Popen = _start_child  # type: ignore[assignment,misc]
+    record_process()
+    result, failure = None, ""
+    try:
+        result = function(*arguments)
+    except BaseException:
+        failure = traceback.format_exc()
+    sender.send((result, failure))
+
+
 def popen(
     command: list[str], *, stdout: IO[bytes], env: Mapping[str, str], cwd: Path | None = None, **_: Any
 ) -> Forked:
@@ -238,9 +283,11 @@ def _command(module: str, arguments: list[str], env: dict[str, str], cwd: str, b
     _run(module, arguments)
 
 
-def _undrawn(self: Any, file: Path, **_: Any) -> None:
-    """Replace Figure.savefig: the figure is made without its pixels, which take as long as a tiny training."""
-    Path(file).write_bytes(b"")
+def _plot_nothing(runs: list[Path], out: Path, **_: Any) -> Path:
+    """Replace `plot_runs`: a figure takes a sixth of a tiny training, and its pixels as long as the training."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_bytes(b"")
+    return out
 
 
 def listen() -> None:
@@ -264,7 +311,8 @@ def _run(module: str, arguments: list[str]) -> None:
     program = module.removesuffix(".__main__").rpartition(".")[2]
     Path("/proc/self/comm").write_text(f"{program} {' '.join(arguments)}"[:15])  # for ps
     if arguments and arguments[0] in ("train", "launch", "agent") and DRAW not in os.environ:
-        importlib.import_module("matplotlib.figure").Figure.savefig = _undrawn
+        plots = importlib.import_module("megascale.observe.plots")
+        plots.plot_runs = _plot_nothing  # type: ignore[attr-defined]
     sys.argv = ["megascale"] + arguments
     record_process()
     try:

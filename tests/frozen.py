@@ -6,9 +6,12 @@ from __future__ import annotations
 import gc
 from types import SimpleNamespace
 
+import torch
+
 from megascale.cli.main import app  # noqa: F401 - with all modules of commands
 from megascale.train import host_pauses
 
+torch.manual_seed(torch.initial_seed())  # the first call loads modules of devices
 gc.collect()
 gc.freeze()
 gc.enable()

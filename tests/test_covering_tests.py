@@ -49,8 +49,8 @@ def test_factors_are_axes_and_settings_in_classes(script: ModuleType) -> None:
 
 
 def make_record(lines: list[int], **factors: str) -> dict[str, Any]:
-    """Return what `record` writes of a test with one job."""
-    job = [factors] if factors else []
+    """Return what `record` writes of a test with one job, with factors of the section `parallel`."""
+    job = [{f"parallel.{name}": value for name, value in factors.items()}] if factors else []
     return {"lines": {"src/a.py": lines}, "jobs": job, "parameters": {}, "is_campaign": False}
 
 
@@ -72,6 +72,15 @@ def test_defaults_form_no_pairs(script: ModuleType) -> None:
         "t.py::f[1]": make_record([1], tensor="2", zero="3"),
     }
     assert choose(script, records, {}) == {"t.py::f[1]"}
+
+
+def test_values_of_other_factors_are_covered_without_pairs(script: ModuleType) -> None:
+    records = {f"t.py::f[{a}{b}]": make_record([1], tensor=a, transfers=b) for a in "23" for b in ("async", "off")}
+    chosen = choose(script, records, dict.fromkeys(records, 1.0))
+    assert len(chosen) == 2
+    assert {record["jobs"][0]["parallel.tensor"] for name, record in records.items() if name in chosen} == {"2", "3"}
+    transfers = {record["jobs"][0]["parallel.transfers"] for name, record in records.items() if name in chosen}
+    assert transfers == {"async", "off"}
 
 
 def test_each_line_and_each_function_has_a_test(script: ModuleType) -> None:

@@ -312,6 +312,29 @@ def test_tasks_that_have_not_begun_are_cancelled() -> None:
     assert running.result(30)
 
 
+def test_a_task_after_the_end_is_refused_and_never_runs() -> None:
+    """The call of an earlier task would otherwise run the refused task, or no call the accepted one."""
+    pool = PriorityPool(1)
+    has_begun, may_end = threading.Event(), threading.Event()
+    names: list[str] = []
+
+    def wait() -> None:
+        has_begun.set()
+        may_end.wait(30)
+
+    running = pool.submit(wait)
+    assert has_begun.wait(30)
+    waiting = pool.submit(names.append, "accepted", is_urgent=False)
+    pool._pool.shutdown(wait=False)
+    with pytest.raises(RuntimeError, match="shutdown"):
+        pool.submit(names.append, "refused")
+    may_end.set()
+    pool.shutdown(cancel=False)
+    running.result(30)
+    waiting.result(30)
+    assert names == ["accepted"]
+
+
 @pytest.mark.parametrize("read_bytes", [40, 1 << 20])
 def test_checksums_of_parts_are_joined_and_threads_report_their_seconds(
     source: OpenedChunks, monkeypatch: pytest.MonkeyPatch, read_bytes: int

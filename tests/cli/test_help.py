@@ -153,3 +153,19 @@ def test_examples_of_help_pages_parse():
 
 def test_each_command_has_one_panel():
     assert sorted(name for names in PANELS.values() for name in names) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["checkpoint", "list"], ["inspect", "verify", "prune", "reshard"]),
+        (["data", "list"], ["build"]),
+        (["bench", "disk"], ["train", "kernels"]),
+        (["trainn"], ["Did you mean 'train'?"]),
+    ],
+)
+def test_an_unknown_command_is_an_error_that_names_the_commands(arguments, names):
+    done = CliRunner(env={"COLUMNS": "300"}).invoke(app, arguments)
+    assert done.exit_code == 2
+    assert f"No such command '{arguments[-1]}'" in done.output
+    assert all(name in done.output for name in names)

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from rich.table import Table
 from typer.testing import CliRunner
 
+from megascale.cli import main
 from megascale.cli.main import app
 from megascale.cli.output_console import OutputConsole
 from megascale.config import reference
@@ -122,3 +124,17 @@ def test_files_for_a_full_disk_are_not_left_in_parts(
     assert isinstance(result.exception, ConfigError)
     assert "cannot be written" in str(result.exception)
     assert not [*(tmp_path / "out").iterdir()]
+
+
+def test_an_error_about_a_path_of_the_user_does_not_say_that_an_input_was_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["megascale", "spans", f"--source={tmp_path}"])
+
+    def make_app() -> typer.Typer:
+        open(tmp_path).close()
+        raise AssertionError
+
+    with pytest.raises(SystemExit) as end:
+        main.run_app(make_app)
+    assert end.value.code == ConfigError.exit_code
+    message = f"{tmp_path} cannot be read or written: Is a directory; name another path"
+    assert message in capsys.readouterr().err

@@ -69,10 +69,15 @@ def test_graphs_hold_the_activations_of_an_eager_micro_batch(world, settings):
     assert graph_bytes > activation_bytes / 2
 
 
-def test_graphs_of_sharded_gradients_have_no_checks_by_default():
+@pytest.mark.parametrize(
+    "settings", [("parallel.zero=2",), ("model.mlp=experts", "model.experts.number=4", "model.mlp_bias=false")]
+)
+def test_graphs_of_sharded_gradients_and_experts_have_no_checks_by_default(settings):
     """With resilience.replay_interval=auto the trainer leaves out the checks of these graphs."""
-    graph_bytes, _ = find_graph_bytes(2, "parallel.data=2", "parallel.zero=2")
+    graph_bytes, _ = find_graph_bytes(2, "parallel.data=2", *settings)
     assert graph_bytes == 0
+    graph_bytes, activation_bytes = find_graph_bytes(2, "parallel.data=2", "resilience.replay_interval=10", *settings)
+    assert graph_bytes > activation_bytes / 4
 
 
 def test_runs_without_determinism_have_no_replay_checks():

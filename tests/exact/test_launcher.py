@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from megascale import checkpoint
 from megascale.core.status import read_status
 from megascale.train import launcher as launch
-from tests.conftest import lines
+from tests.conftest import POLL_INTERVAL, lines
 from tests.exact.processes import LIMIT, end, launched, wait_for_step
 
 TWO = ("--parallel.tensor=2", "--train.steps=100000", "--checkpoint.interval=0")
@@ -123,6 +124,7 @@ def test_an_interruption_while_ranks_are_started_reaches_them_all(tiny, started)
         try:
             while len(ranks := psutil.Process(launcher.pid).children()) < started:
                 assert launcher.poll() is None
+                time.sleep(POLL_INTERVAL)
             launcher.send_signal(signal.SIGINT)
             ended = end(launcher)
         finally:

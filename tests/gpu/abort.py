@@ -36,6 +36,7 @@ from megascale.optim.update_hold import UpdateHold
 from megascale.rendezvous.group_plan import STATE_KINDS
 from megascale.rendezvous.groups import Groups, abort, describe_lost_peer, shutdown
 from megascale.rendezvous.start_job import initialise
+from tests.gpu.command_line import make_parser
 
 LIMIT = 75.0  # seconds for all of it
 SETTINGS = ["--parallel.data=2", "--model.preset=tiny", "--rendezvous.group_timeout=60"]
@@ -43,12 +44,12 @@ SETTINGS = ["--parallel.data=2", "--model.preset=tiny", "--rendezvous.group_time
 
 def main() -> int:
     """Start both ranks, replace the second one, and return rank 0's exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--no-graph", action="store_true")
-    parser.add_argument("--concurrent", action="store_true")
-    parser.add_argument("--rank", type=int)
-    parser.add_argument("--ports", type=int, nargs=2)
+    parser = make_parser(__doc__)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--no-graph", action="store_true", help="run without a captured graph")
+    parser.add_argument("--concurrent", action="store_true", help="set rendezvous.concurrent_connections")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--ports", type=int, nargs=2, help=argparse.SUPPRESS)
     inputs = parser.parse_args()
     if inputs.rank is not None:
         faulthandler.dump_traceback_later(LIMIT - 5, exit=True)

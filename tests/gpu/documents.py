@@ -16,6 +16,7 @@ import torch
 from megascale.ops.attention import AttentionShape, measure_backends, run_backend
 from megascale.ops.attention_documents import DOCUMENT_CANDIDATES, DocumentMask, make_synthetic_boundaries
 from megascale.ops.rope import split_qkv
+from tests.gpu.command_line import make_parser, require_gpu
 
 # llama-8b at 8,192 tokens with the default limit of documents and with a lower one; windows; several samples.
 SHAPES = [
@@ -63,6 +64,8 @@ def check_capture(name: str, shape: AttentionShape) -> str:
 
 def main() -> int:
     """Print a block per shape; 1 if anything differs."""
+    make_parser(__doc__).parse_args()
+    require_gpu()
     device = torch.device("cuda")
     faults = 0
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")

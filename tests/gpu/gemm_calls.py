@@ -15,7 +15,6 @@ The exit code is 1 if any bits differ, if cuBLASLt refuses a GEMM, or if the set
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import os
@@ -34,6 +33,7 @@ from megascale import torch_private
 from megascale.ops import dispatch
 from megascale.ops.float8 import cublaslt, gemm
 from megascale.ops.float8.formats import E4M3, E5M2, Format, allocate_scales
+from tests.gpu.command_line import make_parser, require_gpu
 
 CALLS = 200
 CALLS_IN_QUEUE = 20  # CUDA takes about a thousand launches before the host must wait
@@ -334,9 +334,10 @@ def print_times(title: str, times: list[dict[str, float]]) -> None:
 
 def main() -> int:
     """Compare and print; 1 if anything differs."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--out", type=Path, help="file for the results as JSON")
     out_path: Path | None = parser.parse_args().out
+    require_gpu()
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # as kernels.deterministic=auto sets it, before the first GEMM
     torch.manual_seed(0)
     begin = time.perf_counter()

@@ -28,6 +28,7 @@ from megascale import config as configuration
 from megascale.bench.measured_steps import join_groups
 from megascale.core.batch import NO_FIELDS, SampleFields
 from megascale.rendezvous.groups import shutdown
+from tests.gpu.command_line import check_names, make_parser, require_gpu
 from tests.gpu.small_steps import train
 
 STEPS = 12  # the last ten replay each capture at least once
@@ -68,6 +69,7 @@ MICROBATCHES = {ONE_MICROBATCH: 1, TWO_MICROBATCHES: 2}
 DATA = ("float8, gathered", "float8, row-wise", "nothing overlapped", "LAMB", *MICROBATCHES)
 # Cases with several micro-batches in flight or with copies of weights, for pipelines of data-parallel stages.
 PIPELINED = (TWO_CHUNKS, "float8, gathered", "float8, row-wise")
+AXES = ("tensor", "pipeline", "data", "zero2", "zero3")
 SAMPLES = {"data": 1, "zero2": 2, "zero3": 3}  # axes that cut the batch, and their parallel.zero
 CASES: dict[str, list[dict[str, Any]]] = {
     "serial": [SERIAL],
@@ -174,8 +176,15 @@ def _count_chunks(name: str) -> int:
 def main() -> int:
     """The table; 1 if anything differs."""
     wrong = 0
-    axes = sys.argv[1].split() if len(sys.argv) > 1 else []
-    names, omitted = select_cases(sys.argv[2:], axes)
+    parser = make_parser(__doc__)
+    parser.add_argument("axes", nargs="?", default="", help="axes of several processes, such as 'pipeline data'")
+    parser.add_argument("cases", nargs="*", help=f"default: those of the axes; all: {'; '.join(CASES)}")
+    arguments = parser.parse_args()
+    axes = arguments.axes.split()
+    check_names("axes", axes, AXES)
+    check_names("cases", arguments.cases, CASES)
+    require_gpu()
+    names, omitted = select_cases(arguments.cases, axes)
     location, groups = join_groups(configuration.from_tree(tree_of(CASES[names[0]], "off", axes)))
     output = f"{location.world} x {torch.cuda.get_device_name()}, torch {torch.__version__}"
     if not location.rank:

@@ -10,7 +10,6 @@ It ends with 1 if any bit differs, if a kernel is not launched by key, or if lau
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -27,6 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from megascale import torch_private
 from megascale.ops import launch
+from tests.gpu.command_line import make_parser, require_gpu
 from tests.ops.every_kernel import CASES
 
 DEVICE = "cuda"
@@ -143,9 +143,10 @@ class Compared:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("launches.json"))
+    parser = make_parser(__doc__)
+    parser.add_argument("--out", type=Path, default=Path("launches.json"), help="file for the results as JSON")
     out = parser.parse_args().out
+    require_gpu()
     print(f"launches: {launch.describe()}")
     if launch._explain_unsupported():
         return 1

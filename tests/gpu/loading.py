@@ -13,7 +13,6 @@ Every case is loaded --turns times; it ends with 1 if a value is not the one tha
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -32,6 +31,7 @@ from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.loader import ChunkSource, LoadReport, fill_shards
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.storage.opening import open_storage
+from tests.gpu.command_line import make_parser, require_gpu
 
 WIDTH = 4096
 MATRIX = 100 << 20  # bytes of a tensor: two chunks
@@ -53,13 +53,14 @@ class MappedChunks(ChunkSource):
 
 def main() -> int:
     """0: every value is the one that was saved."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--gb", type=float, default=1.0, help="of each process")
-    parser.add_argument("--turns", type=int, default=3)
+    parser = make_parser(__doc__)
+    parser.add_argument("--gb", type=float, default=1.0, help="GB per process")
+    parser.add_argument("--turns", type=int, default=3, help="number of loads")
     parser.add_argument(
         "--memory", type=Path, help="folder for the snapshots; default: /dev/shm, or /tmp where it is small"
     )
     inputs = parser.parse_args()
+    require_gpu()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:

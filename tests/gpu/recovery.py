@@ -71,6 +71,7 @@ from megascale.core.status import read_status
 from megascale.errors import FitError
 from megascale.resilience.driver.start_driver import prepare
 from tests.chaos.local.fault_cases import CASES
+from tests.gpu.command_line import make_parser
 
 # Seconds of one H100 80 GB host with GPT 13B of 14 layers, two ranks and one spare (2026-11-28), for the estimate.
 START_SECONDS = 25.0  # from launch to the first step
@@ -123,14 +124,14 @@ progress = false
 
 def main(arguments: list[str] | None = None) -> int:
     """0: all recovered, or out of time; 1: a kill did not lead to a new step, or something else went wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--preset", default="gpt-13b")
+    parser = make_parser(__doc__)
+    parser.add_argument("--preset", default="gpt-13b", help="preset of the model; default: gpt-13b")
     parser.add_argument("--layers", type=int, help="default: half of the preset's, or as many as fit")
     parser.add_argument("--kind", action="append", choices=KINDS, help="default: rank and node")
     parser.add_argument("--kills", type=int, default=3, help="of each kind")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps before each kill, after a snapshot")
     parser.add_argument("--seconds", type=float, default=540.0, help="end after that, even if results are missing")
-    parser.add_argument("--out", type=Path, default=Path("recovery.json"))
+    parser.add_argument("--out", type=Path, default=Path("recovery.json"), help="file for the results as JSON")
     parser.add_argument("--keep-seconds", nargs="+", type=float, default=[], help="compare these values")
     parser.add_argument("--logs", type=Path, help="folder for the ends of logs and for where ranks stood")
     parser.add_argument("--job", action="append", type=read_job, help="KIND GPUS SETTINGS of a job; jobs run together")

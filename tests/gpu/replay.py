@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,7 @@ from megascale.train.rank_info import find_device_kind, find_rank_info
 from megascale.train.replay_check import ReplayCheck, ReplayEvidence
 from megascale.train.update_check import RANGE
 from tests.chaos.corruption.bit_flips import STATE_KINDS, BitFlip, Corruption, settle
+from tests.gpu.command_line import exit_with, make_parser
 
 REPLAYS = 32  # of each healthy case
 SECONDS, MARGIN = 80.0, 17.0
@@ -381,27 +383,36 @@ def report(runner: Runner, name: str, case: Case, outcome: Outcome, peers: Peers
     return [f"{name:36} {text}", *rows], are_right and named == len(outcome.trials)
 
 
-def read_option(name: str, default: float) -> float:
-    """Return the number of the option --NAME=N."""
-    for word in sys.argv[1:]:
-        if word.startswith(f"--{name}="):
-            return float(word.partition("=")[2])
-    return default
+def select_cases(parts: Sequence[str], world: int) -> dict[str, Case]:
+    """Return the cases whose names have one of the parts, else all. End the program if a part is in no name."""
+    cases = CASES | (FOUR_GPUS if world % 4 == 0 else {})
+    for part in parts:
+        if not any(part in name for name in cases):
+            exit_with(f"cases={part!r} is in no name of a case for {world} processes; choose among: {'; '.join(cases)}")
+    if not parts:
+        return cases
+    return {name: case for name, case in cases.items() if any(part in name for part in parts)}
 
 
 def main() -> None:
     """Run the cases."""
     start = time.monotonic()
-    seconds = read_option("seconds", SECONDS)
+    parser = make_parser(__doc__)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="no case begins after this time")
+    parser.add_argument("--replays", type=int, default=REPLAYS, help="replays of each healthy case")
+    parser.add_argument("cases", nargs="*", help="names of cases or parts of names; default: all")
+    arguments = parser.parse_args()
+    seconds = arguments.seconds
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world < 2:
+        exit_with(
+            f"WORLD_SIZE={world}, and replays need two processes or more; run torchrun --standalone "
+            "--nproc-per-node 2 tests/gpu/replay.py"
+        )
     faulthandler.dump_traceback_later(seconds + MARGIN, exit=True)
-    names = [word for word in sys.argv[1:] if not word.startswith("--")]
-    runner = Runner(int(read_option("replays", REPLAYS)))
+    cases = select_cases(arguments.cases, world)
+    runner = Runner(arguments.replays)
     location = runner.location
-    if location.world < 2:
-        sys.exit("replays need two GPUs or more: torchrun --standalone --nproc-per-node 2 tests/gpu/replay.py")
-    cases = CASES | (FOUR_GPUS if location.world % 4 == 0 else {})
-    if names:
-        cases = {name: case for name, case in cases.items() if any(part in name for part in names)}
     failed = []
     replays = faults = 0
     for name, case in sorted(cases.items(), key=lambda item: runner.find_layout(item[1])):

@@ -26,6 +26,7 @@ from megascale.ops.attention_backends import BACKENDS
 from megascale.ops.dispatch import Kernels
 from megascale.rendezvous.groups import shutdown
 from megascale.train.determinism_choice import ALL_KINDS
+from tests.gpu.command_line import make_parser, require_gpu
 from tests.gpu.small_steps import train
 
 REPEATS = 20
@@ -115,7 +116,10 @@ def kernels() -> int:
 
 def main() -> int:
     """The tables; 1 if anything differs that must not."""
-    axis = sys.argv[1] if len(sys.argv) > 1 else ""
+    parser = make_parser(__doc__)
+    parser.add_argument("axis", nargs="?", default="", choices=("data", "tensor", "pipeline", ""))
+    axis = parser.parse_args().axis
+    require_gpu()
     location, groups = join_groups(configuration.from_tree(tree_of({}, False, axis)))
     wrong = 0
     if not location.rank:

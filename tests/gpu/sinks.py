@@ -15,6 +15,7 @@ import torch
 
 from megascale.ops.activation import activate, swiglu_clamped_reference
 from megascale.ops.attention import AttentionShape, measure_backends
+from tests.gpu.command_line import make_parser, require_gpu
 
 # gpt-oss-20b: layers with and without a window; documents.
 SHAPES = [
@@ -47,6 +48,8 @@ def compare_activation() -> str:
 
 def main() -> int:
     """Print a block per shape; 1 if anything differs."""
+    make_parser(__doc__).parse_args()
+    require_gpu()
     device = torch.device("cuda")
     faults = 0
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")

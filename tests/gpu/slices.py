@@ -14,6 +14,7 @@ import sys
 import torch
 
 from megascale.ops.attention import AttentionShape, measure_backends
+from tests.gpu.command_line import make_parser, require_gpu
 
 # 20 heads over 8 ranks of 32,768 tokens: the second and the last slice, and one with a window.
 SHAPES = [
@@ -26,6 +27,8 @@ EXPECTED_REFUSALS = ("is unavailable",)
 
 def main() -> int:
     """Print a block per shape; 1 if a kernel is refused."""
+    make_parser(__doc__).parse_args()
+    require_gpu()
     device = torch.device("cuda")
     faults = 0
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)

@@ -27,6 +27,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.gpu.command_line import make_parser
+
 if TYPE_CHECKING:
     from megascale.config import Config
 
@@ -279,16 +281,16 @@ class Redis:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=0, help="default: the host's GPUs")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--redis-server", default="redis-server")
-    parser.add_argument("--out", default="start_up.json")
-    parser.add_argument("--url", default="env://")
-    parser.add_argument("--answer", default="")
-    parser.add_argument("--end", default="")
-    parser.add_argument("--worker", action="store_true")
+    parser.add_argument("--steps", type=int, default=300, help="steps of each start")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
+    parser.add_argument("--redis-server", default="redis-server", help="program of the Redis server")
+    parser.add_argument("--out", default="start_up.json", help="file for the results as JSON")
+    parser.add_argument("--url", default="env://", help=argparse.SUPPRESS)
+    parser.add_argument("--answer", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--end", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         work(arguments)

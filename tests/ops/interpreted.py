@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from typing import Any
@@ -22,6 +23,40 @@ def _patch_with_index(tensor, scope):
 
 
 interpreter._patch_lang_tensor = _patch_with_index
+
+
+def _patch_member(owner, name, member, builder, scope):
+    """Call a member of the language itself. Triton copies the keywords of every call and checks them in a wrapper."""
+    code = getattr(member, "__code__", None)
+    function = member
+    if code is not None and code.co_name == "wrapper":
+        function = getattr(member, "__wrapped__", member)
+
+    def call(*arguments, **keywords):
+        keywords["_semantic"] = interpreter.interpreter_semantic
+        return function(*arguments, **keywords)
+
+    scope.set_attr(owner, name, call)
+
+
+interpreter._patch_attr = _patch_member
+
+_core = interpreter.tl.core
+_unwrap = _core._unwrap_if_constexpr
+_PLAIN_TYPES = {int, bool, float, str, type(None), _core.tensor, _core.dtype, _core.block_type, _core.pointer_type}
+
+
+def _unwrap_constant(value):
+    """Return plain values as they are before Triton compares their type with three kinds of sequences."""
+    kind = type(value)
+    if kind in _PLAIN_TYPES:
+        return value
+    if kind is _core.constexpr:
+        return value.value
+    return _unwrap(value)
+
+
+_core._unwrap_if_constexpr = _unwrap_constant
 
 _patch_all = interpreter._patch_lang
 _patched: set[int] = set()
@@ -60,11 +95,16 @@ _semantic.binary_op_sanitize_overflow_impl = _check_overflow
 _broadcast = _semantic.broadcast_impl_value
 
 
+def _list_sizes(shape):
+    """Return the sizes of a shape, whose own comparison makes a constant of the language."""
+    return getattr(shape, "values", shape)
+
+
 def _broadcast_unless_equal(self, lhs, rhs):
     """Return operands that need no common shape as they are. Triton makes new blocks of them."""
     left_type, right_type = lhs.type, rhs.type
     if left_type.is_block() and right_type.is_block():
-        if left_type.shape == right_type.shape:
+        if left_type is right_type or _list_sizes(left_type.shape) == _list_sizes(right_type.shape):
             return lhs, rhs
     elif not left_type.is_block() and not right_type.is_block():
         return lhs, rhs
@@ -119,20 +159,22 @@ _shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
 def _make_tensor_of_known_shape(self, handle, type):
     """Share the shape and the number of elements, which are constants of the language, between all results."""
-    shape = type.shape if type.is_block() else ()
-    if shape not in _shapes:
+    sizes = tuple(_list_sizes(type.shape)) if type.is_block() else ()
+    known = _shapes.get(sizes)
+    if known is None:
         _make_tensor(self, handle, type)
-        _shapes[shape] = self.shape, self.numel
+        _shapes[sizes] = self.shape, self.numel
         return
     self.handle = handle
     self.type = type
     self.dtype = type.scalar
-    self.shape, self.numel = _shapes[shape]
+    self.shape, self.numel = known
 
 
 _Tensor.__init__ = _make_tensor_of_known_shape
 
 
+@functools.cache
 def _float8_types() -> dict:
     import torch
     import triton.language as tl
@@ -148,6 +190,10 @@ def _convert_as_hardware_does(data, from_type, to_type, rounding):
     import numpy as np
     import torch
 
+    if from_type == interpreter.tl.bfloat16 and to_type == interpreter.tl.float32:
+        return (data.astype(np.uint32) << 16).view(np.float32)
+    if from_type == interpreter.tl.float32 and to_type == interpreter.tl.bfloat16:
+        return torch.tensor(data).to(torch.bfloat16).view(torch.uint16).numpy()
     kinds = _float8_types()
     if from_type in kinds:  # the interpreter's own conversion makes 480 of NaN
         exact = torch.from_numpy(data.copy()).view(kinds[from_type]).float().numpy()

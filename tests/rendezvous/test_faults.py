@@ -19,6 +19,7 @@ from megascale.plugins.redis.redis_connection import Address
 from megascale.plugins.redis.redis_store import RedisStore
 from megascale.rendezvous.agree import VERDICT
 from megascale.rendezvous.stores import StoreFault, StoreFenced, Superseded
+from tests.conftest import POLL_INTERVAL
 from tests.rendezvous.conftest import free_port, needs_redis
 
 pytestmark = needs_redis
@@ -48,6 +49,7 @@ def until_blocked(server, clients: int) -> None:
     deadline = time.monotonic() + 10
     while f"blocked_clients:{clients}".encode() not in server.ask("INFO", "clients"):
         assert time.monotonic() < deadline
+        time.sleep(POLL_INTERVAL)
 
 
 # Restarts

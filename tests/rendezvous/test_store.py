@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from megascale.plugins.redis.redis_keys import SUPERSEDED
+from tests.conftest import POLL_INTERVAL
 from tests.rendezvous.conftest import REDIS, Server
 
 KINDS = ["tcp", "redis"]
@@ -256,6 +257,7 @@ def test_all_waiters_wake_and_nobody_polls(opened, redis_server):
     deadline = time.monotonic() + 10
     while b"blocked_clients:20" not in server.ask("INFO", "clients"):
         assert time.monotonic() < deadline
+        time.sleep(POLL_INTERVAL)
     first = _commands(server)
     time.sleep(1.0)
     assert _commands(server) - first <= 1  # the question itself

@@ -25,6 +25,8 @@ from tests.forked import Forked
 
 # For jobs that lose no node: on a machine that is busy with other things a heartbeat may take its time.
 CALM = ["--resilience.window=30"]
+# Python for a driver whose nodes measure the rate of GEMMs for a shorter time than a person's.
+SHORT_GEMMS = "from megascale.resilience.diagnose import compute; compute.GEMM_SECONDS = 0.01"
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -128,7 +130,8 @@ def test_a_closed_session_without_output_saves_and_ends_the_job(launch):
 
 def test_pause_evict_and_resume_through_the_commands(launch, megascale):
     arguments = ["--nodes=2", "--spares=1", "--train.steps=100000", "--checkpoint.interval=0"]
-    job = launch("steered", *arguments, "--resilience.test_spares=true", "--resilience.grace_period=120", *CALM)
+    options = ["--resilience.test_spares=true", "--resilience.grace_period=120", *CALM]
+    job = launch("steered", *arguments, *options, before=SHORT_GEMMS)
     job.until("first_step")
     tested = job.until("node_diagnosed")  # the spare, while training goes on
     assert (tested.nodes, tested.action) == (("n2",), "none"), tested.evidence

@@ -243,6 +243,22 @@ def test_a_model_that_fits_no_layout_is_given_no_setting_that_was_tried():
     assert "use more GPUs or, if --recompute was given" in str(result.exception)
 
 
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        ("gpt-1.3b", ["8 GPUs, parallel.zero=1: layout 1 of at most", "8 GPUs, parallel.zero=3: listing the layouts"]),
+        ("qwen3-30b-a3b", ["8 GPUs: layout 1"]),
+    ],
+)
+def test_the_choice_of_a_layout_reports_its_progress(preset, expected):
+    """The choice for a model that barely fits compares hundreds of layouts, which takes minutes."""
+    scenario = make_scenario(load(None, [f"model.preset={preset}", "train.precision=bfloat16"]), 8, DEFAULT_CLUSTER)
+    texts: list[str] = []
+    choose_layout(scenario, texts.append)
+    for text in expected:
+        assert any(reported.startswith(text) for reported in texts)
+
+
 def test_figures_of_a_machine_without_a_calibration_say_so():
     for command in ("step", "search"):
         output = invoke(f"simulate {command} --gpus 8 --model.preset=llama-8b")

@@ -194,6 +194,10 @@ def test_memory_that_is_cached_for_the_next_attempt_is_no_peak_of_the_run(monkey
         assert rank_info.memory_gib(device) == 2 / 1024
     counts.allocate(3 << 30)  # of a later step
     assert rank_info.memory_gib(device) == pytest.approx(3, abs=1e-3)
+    assert device_reserve.cache_activations(resolve([], 4), 4, device)
+    assert rank_info.memory_gib(device) == pytest.approx(3, abs=1e-3)
+    rank_info.reset_peak(device)
+    assert rank_info.memory_gib(device) == 1 / 1024
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -11,6 +11,7 @@ import time
 from megascale.core.group_names import ATTEMPT_KEY
 from megascale.train import telemetry
 from megascale.train.telemetry import Telemetry
+from tests.conftest import POLL_INTERVAL
 
 
 def test_a_dump_that_fails_does_not_end_the_answers(tmp_path, monkeypatch, caplog):
@@ -40,9 +41,11 @@ def test_a_dump_that_fails_does_not_end_the_answers(tmp_path, monkeypatch, caplo
     while not rank._flight_file.exists():
         assert thread.is_alive()
         assert time.monotonic() < deadline, caplog.text
+        time.sleep(POLL_INTERVAL)
     assert json.loads(rank._flight_file.read_text()) == {ATTEMPT_KEY: 2, "pg_status": {}}
     assert "a dump of the flight recorder failed (RuntimeError: no recorder yet)" in caplog.text
     rank._is_answering = False
     while thread.is_alive():
         with contextlib.suppress(OSError):  # it is not waiting yet
             os.close(os.open(rank._pipe, os.O_WRONLY | os.O_NONBLOCK))
+        time.sleep(POLL_INTERVAL)

@@ -384,16 +384,16 @@ def test_a_process_that_waited_describes_its_preparation_and_the_way_to_the_othe
     monkeypatch: pytest.MonkeyPatch, parking
 ) -> None:
     parked, writing_end = parking
-    assert parked.describe_joining() == ""
+    assert parked.take_joining_text() == ""
     monkeypatch.setenv(EARLY_VARIABLE, "1")
     monkeypatch.setenv("LOCAL_RANK", "0")
     os.write(writing_end, encode_order(Resume({"MEGASCALE_ATTEMPT": "2"})))
     parked.wait_if_early(config.load(None, ["--train.device=cpu", "--model.vocab_size=32"]))
     parked.watch_start()
-    text = parked.describe_joining()
+    text = parked.take_joining_text()
     assert re.match(r"met the other ranks \d+\.\d\d s after the order \(order read \S+, start \S+\); ", text)
     assert text.endswith("of the warm-up: no GPU")
-    assert parked.describe_joining() == ""
+    assert parked.take_joining_text() == ""
 
 
 @pytest.fixture

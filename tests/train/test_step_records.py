@@ -13,6 +13,7 @@ from megascale.core.status import read_status
 from megascale.errors import TrainingError
 from megascale.observe.metrics import JsonLines
 from megascale.train import evaluation_policy, loop
+from megascale.train.engine import Engine
 from megascale.train.run_folder import RunFolder
 from megascale.train.step_records import PendingStep, StepRecords
 from tests.conftest import lines
@@ -123,3 +124,11 @@ def test_a_file_without_later_steps_is_not_replaced(tmp_path):
         file.write('{"step": 2, "lo')
     folder.drop_steps_after(1)
     assert lines(folder.metrics) == [{"step": 1, "loss": 1.0}]
+
+
+def test_the_memory_of_a_step_includes_the_exchanges_between_gpus(tiny, tmp_path, monkeypatch):
+    """Their memory is not torch's, so its statistics lack it."""
+    monkeypatch.setattr(Engine, "count_exchange_bytes", lambda engine: 1 << 40)
+    train(load_config(tiny, ["--train.steps=1"]))
+    (record,) = [record for record in lines(tmp_path / "runs" / "tiny" / "metrics.jsonl") if "loss" in record]
+    assert 1024 < record["memory_gib"] < 2048

@@ -110,12 +110,16 @@ class PriorityPool:
         self._lock = threading.Lock()
 
     def submit(self, function: Callable[..., Any], *arguments: Any, is_urgent: bool = True) -> Future[Any]:
-        """Start a call of `function` in one of the threads, and return its future."""
+        """Start a call of `function` in one of the threads, and return its future.
+
+        Raises RuntimeError after `shutdown`.
+        """
         task = _Task(Future(), function, arguments)
         tasks = self._urgent_tasks if is_urgent else self._other_tasks
         with self._lock:
+            # A thread takes the task once the lock is free. A pool that refuses the call keeps no task without a call.
+            self._pool.submit(self._run_next)
             tasks.append(task)
-        self._pool.submit(self._run_next)
         return task.future
 
     def shutdown(self, cancel: bool) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,6 +175,13 @@ def make_console(**options: Any) -> Console:
     from megascale.cli.output_console import OutputConsole
 
     return OutputConsole(highlight=False, **options)
+
+
+@contextmanager
+def show_progress(action: str) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal how far an action is. Yield the function that receives the progress as text."""
+    with make_console(stderr=True).status(action) as status:
+        yield lambda text: status.update(f"{action}: {text}")
 
 
 def make_text_table(*headers: str) -> Table:

@@ -9,6 +9,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.models import CommandInfo, TyperInfo
 
+_MAX_NAMED_COMMANDS = 20  # of a group
+
 
 class ReadableHelp:
     """Mixin for commands and groups of typer. Names of arguments apply to error messages too."""
@@ -36,7 +38,16 @@ class ReadableCommand(ReadableHelp, TyperCommand):
 
 
 class ReadableGroup(ReadableHelp, TyperGroup):
-    """A group with a readable help page."""
+    """A group with a readable help page, whose error for an unknown command names the commands."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Return the name, the command and its arguments. A large group only refers to its help page."""
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None:
+            names = [command for command in self.list_commands(ctx) if not self.commands[command].hidden]
+            if len(names) <= _MAX_NAMED_COMMANDS:
+                ctx.fail(f"No such command {name!r}. Commands: {', '.join(names)}.")
+        return super().resolve_command(ctx, args)
 
 
 def make_readable(app: typer.Typer) -> None:

@@ -259,8 +259,7 @@ def run_app(make_app: Callable[[], typer.Typer]) -> None:
         if not terminal.is_output_error(error):
             if not _is_named_by_user(error):
                 raise
-            # An input file has its own errors, so this is a file that an option names for the output.
-            _exit_with(ConfigError(f"{error.filename} cannot be written: {error.strerror}"))
+            _exit_with(ConfigError(f"{error.filename} cannot be read or written: {error.strerror}; name another path"))
         terminal.ignore_lost_output()  # Python flushes stdout once more at its end
         if error.errno != errno.EPIPE:  # a pipe's reader may close it at any time
             typer.secho(f"error: standard output cannot be written: {error.strerror}", fg="red", err=True)

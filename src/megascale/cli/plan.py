@@ -24,6 +24,7 @@ from megascale.cli.common import (
     print_choice,
     print_json,
     print_marked,
+    show_progress,
     write_text,
 )
 from megascale.errors import FitError
@@ -151,7 +152,8 @@ def _choose_missing_settings(config: Config, gpus: int, device: str, memory_gib:
     try:
         # Layouts of experts are chosen without predictions.
         used_cluster = None if has_experts(config_with_vocabulary.model) else cluster
-        return _ChosenSettings(choose_layout(scenario), is_chosen=True, cluster=used_cluster)
+        with show_progress("choosing the layout") as report:
+            return _ChosenSettings(choose_layout(scenario, report), is_chosen=True, cluster=used_cluster)
     except FitError as error:
         reason = str(error)
     # Try whole hosts, from twice as many on.
@@ -159,7 +161,8 @@ def _choose_missing_settings(config: Config, gpus: int, device: str, memory_gib:
     more_gpus = max(gpus_per_host, 2 * (gpus // gpus_per_host) * gpus_per_host)
     while more_gpus <= _MAX_GPUS:
         try:
-            choose_layout(replace(scenario, gpus=more_gpus))
+            with show_progress("choosing the layout") as report:
+                choose_layout(replace(scenario, gpus=more_gpus), report)
         except FitError:
             more_gpus *= 2
             continue

@@ -16,6 +16,7 @@ from megascale.cli.common import (
     load_for_gpus,
     make_scenario,
     print_marked,
+    show_progress,
 )
 from megascale.errors import ConfigError
 
@@ -94,7 +95,8 @@ def load_scenario(
     config_with_vocabulary = assume_vocabulary(config)
     scenario = make_scenario(config_with_vocabulary, gpus, cluster=cluster, calibration=calibration, software=software)
     if chooses_layout and not has_layout(config):
-        return scenario.with_config(choose_layout(scenario)), True
+        with show_progress("choosing the layout") as report:
+            return scenario.with_config(choose_layout(scenario, report)), True
     complete_config = choose_batch(scenario.config, gpus)
     # Both functions return the same object if they add nothing.
     is_chosen = config_with_vocabulary is not config or complete_config is not scenario.config

@@ -17,6 +17,7 @@ from megascale.cli.common import (
     parse_numbers,
     print_choice,
     print_json,
+    show_progress,
     write_text,
 )
 from megascale.cli.simulate_measured import CALIBRATION, SOFTWARE
@@ -254,14 +255,16 @@ class _LayoutFinder:
                 check_memory=self.checks_memory,
             )
             gpu_count = fewest_gpus_layout.scenario.gpus
-        return layout_search.find_fastest(
-            layouts,
-            variant.config,
-            scenario=variant,
-            gpus=gpu_count,
-            count=_LAYOUTS_PER_VARIANT,
-            check_memory=self.checks_memory,
-        )
+        with show_progress(f"comparing layouts on {gpu_count:,} GPUs") as report:
+            return layout_search.find_fastest(
+                layouts,
+                variant.config,
+                scenario=variant,
+                gpus=gpu_count,
+                count=_LAYOUTS_PER_VARIANT,
+                check_memory=self.checks_memory,
+                report=report,
+            )
 
     def estimate_effective_share(self, gpu_counts: Any) -> Any:
         """Return the share of effective training time for a number of GPUs, or for an array of numbers."""

@@ -16,6 +16,7 @@ from megascale.cli.common import (
     print_choice,
     print_json,
     print_marked,
+    show_progress,
     split_option,
 )
 from megascale.cli.simulate_measured import CALIBRATION, SOFTWARE
@@ -188,7 +189,8 @@ def _choose_swept_layout(scenario: Scenario, gpu_counts: list[int]) -> Scenario:
     errors = []
     for count in gpu_counts:
         try:
-            return scenario.with_config(choose_layout(replace(scenario, gpus=count)))
+            with show_progress("choosing the layout") as report:
+                return scenario.with_config(choose_layout(replace(scenario, gpus=count), report))
         except FitError as error:
             errors.append(error)
     raise errors[-1]

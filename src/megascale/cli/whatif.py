@@ -53,7 +53,8 @@ def whatif(
 
     About 100% for one rank: examine its machine (megascale diagnose). For the last stage: its share of the layers. For
     forward and backward computes of all ranks alike: uneven samples. Steps much longer than their replay without
-    launch gaps: the host is late (garbage collection, loader, other processes).
+    launch gaps: the host is late (garbage collection, loader, other processes). A negative share: the part's operations
+    are shorter than typical, so steps would be longer with typical ones.
 
     A trace has one row per operation: dp_rank, stage, rank, step, optype, start_ts, duration, seq_id, mc, mb_id, gmc,
     as in ByteDance's StragglerAnalysis. --export writes a run in this form. Of ranks that share a stage, the tools of
@@ -143,6 +144,8 @@ def _print_tables(report: WhatIf) -> None:
             table.add_row(f"{name} {key}".strip(), _format_share(result.explains), saved, f"{result.alone:.4f}")
         table.add_section()
     console.print(table)
+    if any(result.seconds <= -_MIN_SHOWN_SECONDS for _, results in groups for result in results.values()):
+        console.print("negative: these operations are shorter than typical, so steps would be longer with typical ones")
     for number, reason in list(report.skipped_steps.items())[:_MAX_SKIPPED_STEPS]:
         console.print(f"skipped: step {number}: {reason}", markup=False)
     if len(report.skipped_steps) > _MAX_SKIPPED_STEPS:

@@ -21,7 +21,7 @@ from megascale.core.grid import Grid
 from megascale.core.inventory import count_distinct_layers, has_experts
 from megascale.core.layer_spec import ExpertsSpec
 from megascale.core.memory import MemoryEstimate, estimate_stage_memory, gathers_float8
-from megascale.core.replay_interval import may_replay
+from megascale.core.replay_interval import may_replay_with_graphs
 from megascale.core.schedule import Schedule
 
 GPU_CONTEXT = 1 << 30  # bytes of a GPU that CUDA and its libraries take
@@ -70,8 +70,6 @@ def _estimate(
     config: Config, grid: Grid, schedule: Schedule, stage: int, *, graphs: bool, has_gpu: bool
 ) -> MemoryEstimate:
     has_copies = has_gpu and not explain_collective_reductions(config, grid)
-    # From ZeRO-2 on, graphs and checks exclude each other unless an interval is set (train/replay_conditions.py).
-    has_checks = config.parallel.zero < 2 or config.resilience.replay_interval != "auto"
     memory = estimate_stage_memory(
         config.model,
         config.parallel,
@@ -89,7 +87,7 @@ def _estimate(
         expert_rows=config.kernels.expert_rows,
         reduces_by_copies=has_copies,
         rounds_blocks=has_copies and rounds_block_gradients(config, grid),
-        runs_eager_steps=has_checks and may_replay(config, grid),
+        runs_eager_steps=may_replay_with_graphs(config, grid),
     )
     if not has_gpu:
         return memory

@@ -11,6 +11,7 @@ import math
 
 from megascale.config import Config
 from megascale.core.grid import Grid
+from megascale.core.inventory import has_experts
 
 MAX_COST = 0.01  # mean share of a step's time that checks may take
 MIN_INTERVAL = 50  # steps; a fault that stays is found within them
@@ -51,6 +52,22 @@ def list_unsupported_settings(config: Config, grid: Grid) -> list[tuple[str, str
     if config.resilience.continue_replicas:
         unsupported.append(("resilience.continue_replicas=true", "--resilience.continue_replicas=false"))
     return unsupported
+
+
+def explain_checked_step_cost(config: Config, grid: Grid) -> str:
+    """Return what a checked step lacks if the other steps replay CUDA graphs, or "" if it costs little."""
+    if config.parallel.zero >= 2 and grid.shards > 1:
+        return f"a checked step would run without CUDA graphs (parallel.zero={config.parallel.zero})"
+    if has_experts(config.model):
+        return "a checked step would run without CUDA graphs (model.mlp=experts)"
+    return ""
+
+
+def may_replay_with_graphs(config: Config, grid: Grid) -> bool:
+    """Return whether replicas may replay each other's micro-batches while chunks run as CUDA graphs."""
+    if config.resilience.replay_interval == "auto" and explain_checked_step_cost(config, grid):
+        return False
+    return may_replay(config, grid)
 
 
 def may_replay(config: Config, grid: Grid) -> bool:

@@ -83,12 +83,24 @@ class Launch:
             )
 
 
-def start_service(location: ServiceLocation, launch: Launch) -> subprocess.Popen[bytes]:
+def start_service(location: ServiceLocation, launch: Launch, *, make_folder: bool = False) -> subprocess.Popen[bytes]:
     """Start a service and return at once.
 
     A client that connects before the service is ready waits and does not start a second service.
+
+    Args:
+        make_folder: whether to create the folder if it is missing. Otherwise a missing folder raises FileNotFoundError.
     """
-    with open(location.starting_lock_path, "ab") as lock_file:
+    while True:
+        try:
+            lock_file = open(location.starting_lock_path, "ab")  # noqa: SIM115 - the loop repeats only the opening
+            break
+        except FileNotFoundError:  # a service that ends, or a refused start, removes the folder
+            if not make_folder:
+                raise
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(location.folder, 0o700)
+    with lock_file:
         # The child inherits the lock and releases it when it is ready.
         fcntl.flock(lock_file, fcntl.LOCK_EX)
         return launch.spawn("--starting", str(lock_file.fileno()), files=[lock_file.fileno()])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import log2
 
 from megascale.config import Config, ModelConfig
@@ -128,21 +128,29 @@ def has_layout(config: Config) -> bool:
     return any(is_set(config, setting) for setting in _LAYOUT_KEYS)
 
 
-def choose_layout(scenario: Scenario) -> Config:
+def choose_layout(scenario: Scenario, report: Callable[[str], None] = lambda text: None) -> Config:
     """Return the configuration with a batch and the fastest layout that fits the cluster's GPUs.
 
     The simulator has no step times of models with experts. For these, the choice is the first layout that fits, by
     rising recomputation and then by rising ranks per copy of the model.
 
+    Args:
+        report: called with the progress as text.
+
     Raises FitError if no layout fits.
     """
     config = choose_batch(scenario.config, scenario.gpus)
     if has_experts(config.model):
-        return _choose_by_memory(config, scenario.gpus, scenario.cluster.gpu.memory_gib)
+        return _choose_by_memory(config, scenario.gpus, scenario.cluster.gpu.memory_gib, report)
     reasons = []
     candidates = []
     has_divisible = False
     for zero in SHARDINGS:
+
+        def report_layout(text: str, zero: int = zero) -> None:
+            report(f"{scenario.gpus:,} GPUs, parallel.zero={zero}: {text}")
+
+        report_layout("listing the layouts")
         try:
             variant = scenario.with_config(set_zero(config, zero))
             layouts = search_layouts(
@@ -155,7 +163,7 @@ def choose_layout(scenario: Scenario) -> Config:
                 recompute=RECOMPUTE_KINDS,
             )
             has_divisible = True
-            candidates += find_fastest(layouts, variant.config, variant, scenario.gpus, count=1)
+            candidates += find_fastest(layouts, variant.config, variant, scenario.gpus, count=1, report=report_layout)
         except (FitError, ConfigError) as error:
             reasons.append(str(error))
     if not candidates and has_divisible:
@@ -211,10 +219,11 @@ def _round_for_any_layout(samples: float, model: ModelConfig, gpus: int) -> int:
     return batch
 
 
-def _choose_by_memory(config: Config, gpus: int, device_gib: float) -> Config:
+def _choose_by_memory(config: Config, gpus: int, device_gib: float, report: Callable[[str], None]) -> Config:
     """Return the first layout of `_list_expert_layouts` that fits. Raises FitError if no layout fits."""
     smallest_gib = float("inf")
-    for candidate in _list_expert_layouts(config, gpus):
+    for number, candidate in enumerate(_list_expert_layouts(config, gpus), start=1):
+        report(f"{gpus:,} GPUs: layout {number:,}")
         try:
             plan = make_plan(candidate, gpus, device_gib)
         except FitError:

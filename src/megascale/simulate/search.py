@@ -289,14 +289,17 @@ def estimate_fitting(
     config: Config,
     scenario: Scenario,
     check_memory: bool = True,
+    report: Callable[[str], None] = lambda text: None,
 ) -> Iterator[StepEstimate]:
     """Yield the estimate of each layout, at the closed level. Layouts that raise FitError are skipped.
 
     Args:
         indices: layouts in `result`, in the order of the estimates.
         check_memory: whether a layout that does not fit the memory raises FitError.
+        report: called with the progress as text.
     """
-    for index in indices:
+    for number, index in enumerate(indices, start=1):
+        report(f"layout {number:,} of at most {len(indices):,}")
         layout_config = set_layout(
             config,
             tensor=int(result.tensor[index]),
@@ -342,9 +345,18 @@ def _may_fit(result: SearchResult, indices: np.ndarray, config: Config, device_g
 
 
 def find_fastest(
-    result: SearchResult, config: Config, scenario: Scenario, gpus: int, count: int = 4, check_memory: bool = True
+    result: SearchResult,
+    config: Config,
+    scenario: Scenario,
+    gpus: int,
+    count: int = 4,
+    check_memory: bool = True,
+    report: Callable[[str], None] = lambda text: None,
 ) -> list[StepEstimate]:
     """Return the `count` fastest layouts on exactly `gpus` GPUs that fit the memory, fastest first.
+
+    Args:
+        report: called with the progress as text.
 
     Raises FitError if no layout fits.
     """
@@ -354,7 +366,7 @@ def find_fastest(
         indices = indices[_may_fit(result, indices, config, scenario.cluster.gpu.memory_gib)]
     estimates: list[StepEstimate] = []
     listed_layouts = set()
-    for estimate in estimate_fitting(result, indices, config, scenario, check_memory):
+    for estimate in estimate_fitting(result, indices, config, scenario, check_memory, report=report):
         parallel = estimate.scenario.config.parallel
         train = estimate.scenario.config.train
         layout = (

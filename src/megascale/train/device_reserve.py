@@ -23,7 +23,7 @@ from megascale.core.communicator_memory import estimate_prepared_groups
 from megascale.core.copy_choice import explain_collective_gathers, explain_collective_reductions
 from megascale.core.layout import lay_out
 from megascale.core.memory import MemoryEstimate
-from megascale.train.rank_info import exclude_from_peak, has_bfloat16
+from megascale.train.rank_info import exclude_from_peak, has_bfloat16, reset_peak
 
 log = logging.getLogger("megascale.train")
 # Bytes of a GPU that stay free for communicators, libraries and exchanges, which allocate outside of torch's allocator.
@@ -114,7 +114,7 @@ class DeviceReserve:
         """Free the block for activations, after the allocation of the state. Peaks of memory count from then on."""
         self._activations = None
         if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+            reset_peak(self._device)
 
 
 def reserve_memory(config: Config, world: int, device: torch.device) -> DeviceReserve | None:

@@ -382,7 +382,7 @@ class Trainer:
         self._stopwatch = Stopwatch()
         self.folder.attempt = self.attempt.number
         start_rank_log(self.rank_info, self.attempt.number)
-        joining = "" if self.parking is None else self.parking.describe_joining()
+        joining = "" if self.parking is None else self.parking.take_joining_text()
         if joining:
             log.info("process %d %s", os.getpid(), joining)
         self.ending.owns_folder = True
@@ -462,7 +462,13 @@ class Trainer:
         )
         self.first_steps = FirstSteps(self.engine, self.reporter, self.status)
         self.records = StepRecords(
-            self.layout, info, self.feed, reporter=self.reporter, timers=self.timers, status=self.status
+            self.layout,
+            info,
+            self.feed,
+            reporter=self.reporter,
+            timers=self.timers,
+            status=self.status,
+            count_exchange_bytes=self.engine.count_exchange_bytes,
         )
 
     def _close_timers(self) -> None:

@@ -376,8 +376,10 @@ class Parking:
         if self._joining is not None:
             self._joining.end_phase(phase)
 
-    def describe_joining(self) -> str:
-        """Return the seconds from the order to begin the present attempt until the groups, as text; "" without one.
+    def take_joining_text(self) -> str:
+        """Return the seconds from the order to begin the present attempt until the groups; "" without an order.
+
+        Later calls for the same attempt return "".
 
         The part "order read" contains the rest of a preparation that was not complete, "start" what this process does
         before it looks for the other ranks, and "groups" the wait for them.
@@ -392,8 +394,8 @@ class Parking:
         self.warm_up_parts = ""
         return text
 
-    def _describe_leaving(self) -> str:
-        """Return the seconds of leaving the attempt and of its parts, as text."""
+    def _take_leaving_text(self) -> str:
+        """Return the seconds of leaving the attempt and of its parts. Later calls have no parts."""
         seconds = time.monotonic() - self._failure_time
         text = f"{seconds:.2f} s"
         if self._order_time and self._order_time < self._failure_time:
@@ -522,7 +524,7 @@ class Parking:
             "process %d has left attempt %d in %s and waits for the next one",
             os.getpid(),
             self._attempt,
-            self._describe_leaving(),
+            self._take_leaving_text(),
         )
         self._begin_attempt(self._await_resume(), folder, rank)
         self.is_reused = True

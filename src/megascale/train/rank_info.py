@@ -175,6 +175,12 @@ def memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
+def reset_peak(device: torch.device) -> None:
+    """Let `memory_gib` count the peak on a GPU from now on."""
+    torch.cuda.reset_peak_memory_stats(device)
+    _earlier_peaks.pop(device, None)
+
+
 @contextlib.contextmanager
 def exclude_from_peak(device: torch.device) -> Iterator[None]:
     """Let `memory_gib` ignore what the context allocates on a GPU and frees again."""

@@ -20,7 +20,7 @@ from megascale.core.layout import Layout, lay_out
 from megascale.train.attention_choice import Choices
 from megascale.train.blank_batches import make_blank_batch
 from megascale.train.engine import Engine
-from megascale.train.rank_info import has_bfloat16
+from megascale.train.rank_info import has_bfloat16, reset_peak
 
 log = logging.getLogger("megascale.train")
 _MEMORY_SHARE = 0.5  # of a GPU's free memory that a rehearsal may use
@@ -49,7 +49,7 @@ def rehearse(config: Config, device: torch.device, choices: Choices | None = Non
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
+            reset_peak(device)
     log.info("rehearsed a step in %.2f s", time.monotonic() - start_time)
     return True
 

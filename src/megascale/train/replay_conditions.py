@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megascale.checkpoint.object_collectives import Peers
 from megascale.core.rank_memory import explain_no_graphs
-from megascale.core.replay_interval import compute_interval, list_unsupported_settings
+from megascale.core.replay_interval import compute_interval, explain_checked_step_cost, list_unsupported_settings
 from megascale.train import determinism_choice, replay_response
 from megascale.train.check_cost import CheckCost
 from megascale.train.engine import Engine
@@ -84,14 +84,14 @@ def _find_costly_graphs(engine: Engine) -> str:
     """
     if engine.graphs is None or _has_unlikely_graphs(engine):
         return ""
-    return _explain_cost(engine)
+    return explain_checked_step_cost(engine.config, engine.layout.grid)
 
 
 def exclude_costly_graphs(engine: Engine) -> None:
     """Exclude graphs from a run with replays if a checked step would need much more time and memory without them."""
     if not _has_unlikely_graphs(engine):
         return
-    cost = _explain_cost(engine)
+    cost = explain_checked_step_cost(engine.config, engine.layout.grid)
     if cost:
         engine.exclude_graphs(f"{cost}; --resilience.replay_interval=0 permits graphs")
 
@@ -109,12 +109,3 @@ def share_exclusion(engine: Engine, peers: Peers) -> None:
 def _has_unlikely_graphs(engine: Engine) -> bool:
     """Return whether a measurement decides about graphs that are expected to gain nothing. Equal on all ranks."""
     return engine.graph_choice is not None and bool(explain_no_graphs(engine.config, engine.layout.grid))
-
-
-def _explain_cost(engine: Engine) -> str:
-    """Return what a checked step lacks if the other steps replay graphs, or "" if it costs little."""
-    if engine.config.parallel.zero >= 2 and engine.layout.grid.shards > 1:
-        return f"a checked step would run without CUDA graphs (parallel.zero={engine.config.parallel.zero})"
-    if engine.experts is not None:
-        return "a checked step would run without CUDA graphs (model.mlp=experts)"
-    return ""

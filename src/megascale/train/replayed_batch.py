@@ -44,11 +44,16 @@ def replay_batch(
 
 @contextmanager
 def keep_results(engine: Engine) -> Iterator[None]:
-    """Enclose replays: copy the step's gradients and expert counts to host memory before, and back after."""
+    """Enclose replays: copy the step's gradients and expert counts to host memory before, and back after.
+
+    A replay that raises an error also gets them back, since a save at the end of the process may still use them.
+    """
     results = [shard.grads for buffer in engine.buffers for shard in buffer.shards]
     if engine.experts is not None:
         results += engine.experts.list_counts()
     copies = [tensor.to("cpu", copy=True) for tensor in results]
-    yield
-    for tensor, copy in zip(results, copies, strict=True):
-        tensor.copy_(copy)
+    try:
+        yield
+    finally:
+        for tensor, copy in zip(results, copies, strict=True):
+            tensor.copy_(copy)

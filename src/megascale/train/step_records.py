@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,7 @@ class StepRecords:
         reporter: writes the records on rank 0.
         timers: this rank's times per step.
         status: this rank's status file.
+        count_exchange_bytes: returns the bytes of the exchanges between GPUs, which torch's statistics do not count.
 
     Attributes:
         totals: totals up to the last step whose results were read, as they are saved with the state.
@@ -96,6 +97,7 @@ class StepRecords:
         reporter: Reporter,
         timers: RankTimers,
         status: StatusFile,
+        count_exchange_bytes: Callable[[], int],
     ) -> None:
         self.totals: dict[str, Any] = {}
         self._read_totals = ReadTotals()  # totals over the samples of these steps
@@ -107,6 +109,7 @@ class StepRecords:
         self._reporter = reporter
         self._timers = timers
         self._status = status
+        self._count_exchange_bytes = count_exchange_bytes
         peak_tflops = layout.config.observe.peak_tflops
         self._peak_flops = peak_tflops or device_peak_tflops(find_device_kind(rank_info.device))
         # The driver sets MISSING_VARIABLE in the environment of ranks that train while replicas have no host.
@@ -179,7 +182,7 @@ class StepRecords:
             record |= result.expert_counts.summarise()
             if record["step"] % self._config.train.log_interval == 0:
                 record["expert_counts"] = result.expert_counts.counts.long().tolist()
-        record["memory_gib"] = memory_gib(self._rank_info.device)
+        record["memory_gib"] = memory_gib(self._rank_info.device) + self._count_exchange_bytes() / 2**30
         if self._peak_flops:
             record["mfu"] = mfu(
                 self._config.model,

@@ -217,7 +217,14 @@ def foreign(
     ),
     out: Path = typer.Option(None, "--out", help="Write the outcomes as JSON.", show_default=False),
 ) -> None:
-    """Break trainers that do not know MegaScale, and check each verdict, the named rank and the end of the job."""
+    """Break trainers that do not know MegaScale, and check each verdict, the named rank and the end of the job.
+
+    Example: python -m tests.chaos foreign --trainer ddp --kind kill --runs 1
+    """
+    if trainer and trainer not in TRAINERS:
+        raise ConfigError(f"--trainer={trainer} is unknown; choose among: {', '.join(TRAINERS)}")
+    if not any(kind in name for name in CASES):
+        raise ConfigError(f"--kind={kind} is in no name of a fault; choose a part of: {', '.join(CASES)}")
     outcomes = read_outcomes(resume)
     done = Counter((outcome.trainer, outcome.case) for outcome in outcomes)
     with open_site(site_name, gpus, is_short) as site:

@@ -264,10 +264,10 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     def hang(
-        runs: int = typer.Option(5, help="Hangs of each of the four cases."),
+        runs: int = typer.Option(5, min=1, help="Hangs of each of the four cases."),
         seed: int = typer.Option(0, help="Chooses ranks and steps."),
         graphs: bool = typer.Option(False, "--graphs", help="With micro-batches replayed (kernels.graphs=on)."),
-        device: str = typer.Option("cpu", help="cpu: four ranks on gloo; cuda: a rank a GPU on NCCL, two or four."),
+        device: str = typer.Option("cpu", help="cpu: four ranks on gloo; cuda: a rank per GPU on NCCL, two or four."),
         case: list[str] = typer.Option([], "--case", help=f"Only this one, repeatable: {', '.join(CASES)}."),
         out: Path = typer.Option(None, help="Write JSON here, after each hang."),
     ) -> None:
@@ -280,7 +280,7 @@ def register(app: typer.Typer) -> None:
 
         unknown = [item for item in case if item not in CASES]
         if unknown:
-            raise ConfigError(f"--case={unknown[0]!r} is none; give one of: {', '.join(CASES)}")
+            raise ConfigError(f"--case={unknown[0]!r} is unknown; choose among: {', '.join(CASES)}")
         cases = case or list(CASES)
         layouts = _layouts(device)
         rng = random.Random(seed)

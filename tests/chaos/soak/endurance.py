@@ -260,11 +260,7 @@ def find_remains(temporary: Path, segments: set[Path]) -> Iterator[str]:
 
 def list_segments() -> set[Path]:
     """Return the loader's segments that no process uses."""
-    paths = set()
-    for path, handle in find_dead_segments():
-        os.close(handle)
-        paths.add(path)
-    return paths
+    return {path for path, _ in find_dead_segments()}
 
 
 def show(report: dict[str, Any]) -> list[str]:

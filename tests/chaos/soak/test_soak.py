@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -11,11 +13,32 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from megascale.data.loader import ring
 from megascale.errors import ConfigError, TrainingError
 from tests.chaos.soak import crashes as soak_crashes
 from tests.chaos.soak import endurance
 from tests.chaos.soak.command import PARTS, SoakCase, register, soak
 from tests.chaos.soak.fault_tables import make_tables
+
+
+def test_segments_without_a_user_are_listed_and_their_descriptors_closed_once(tmp_path, monkeypatch):
+    """A descriptor that is closed twice may belong to another thread the second time."""
+    paths = [ring.make_segment_path(tmp_path) for _ in range(2)]
+    for path in paths:
+        path.touch()
+    closed: list[int] = []
+    close = os.close
+
+    def note_close(descriptor: int) -> None:
+        closed.append(descriptor)
+        close(descriptor)
+
+    monkeypatch.setattr(endurance, "find_dead_segments", functools.partial(ring.find_dead_segments, tmp_path))
+    monkeypatch.setattr(os, "close", note_close)
+    segments = endurance.list_segments()
+    monkeypatch.undo()
+    assert segments == set(paths)
+    assert len(closed) == len(paths)
 
 
 def test_going_on_at_a_case_gives_the_same_cases(tmp_path, monkeypatch, capsys):

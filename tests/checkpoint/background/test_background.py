@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,6 +37,7 @@ from megascale.errors import DataError, FitError, TrainingError
 from megascale.services.service_location import ServiceLocation
 from tests.checkpoint.background.conftest import await_other, background, large_state, service_pid
 from tests.checkpoint.conftest import assert_same, blank, context, cut, full_shards, logical_state, run_group
+from tests.conftest import POLL_INTERVAL
 
 
 def test_saves_what_was_there_when_it_began(run: Path) -> None:
@@ -72,7 +74,7 @@ def _die_when_staged(run: str, step: int) -> None:
     checkpointer.save(step, {"step": step})
     sock = service.connect_checkpoint_service(service_protocol.private_folder(run))
     while not any(h.step == step for h in sock.request(ListSnapshots()).snapshots):
-        pass
+        time.sleep(POLL_INTERVAL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -500,6 +502,25 @@ def test_a_watcher_that_cannot_reach_the_service_reports_the_save(run: Path, mon
     assert [(o.step, o.committed, o.reason) for o in outcomes] == [(1, False, "no descriptor left")]
     assert checkpointer.save(2, {"step": 2}, wait=True)
     assert [(o.step, o.committed) for o in checkpointer.finish()] == [(2, True)]
+
+
+def test_a_service_is_started_ahead_though_a_refused_start_has_just_removed_its_folder(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locate = service.locate_service
+
+    def locate_and_remove(folder: Path) -> ServiceLocation:
+        folder.rmdir()
+        return locate(folder)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(service, "locate_service", locate_and_remove)
+        checkpoint.start_service(background(), run)
+    location = service_protocol.locate_service(service_protocol.private_folder(run))
+    await_other(location.find_service_pid)  # no client has connected, so only this start can have started it
+    checkpointer = Checkpointer(background(), run, full_shards(logical_state(1)))
+    checkpointer.prepare()
+    checkpointer.finish()
 
 
 def test_a_service_that_was_started_ahead_is_the_one_that_a_trainer_meets(run: Path) -> None:

@@ -234,6 +234,18 @@ def test_what_a_run_began_from_is_kept_until_it_has_made_more(
     hosts.play(moves, check)
 
 
+@pytest.mark.parametrize("waits_for_first", [False, True])
+def test_processes_with_the_base_in_different_slots_overwrite_the_same_slot(waits_for_first: bool) -> None:
+    """Otherwise the run would never make a snapshot or a save again."""
+    generations = [["00000006-a", ""], ["", "00000006-a"]]
+    is_free, is_base = [True, True], [True, True]
+    chosen = {choose_slot(is_free, [False, False], names, is_base, waits_for_first) for names in generations}
+    assert chosen == {0}
+    assert choose_slot([False, True], [False, False], generations[0], is_base, False) == 1
+    # Once that snapshot is complete, the other slot follows.
+    assert choose_slot(is_free, [True, False], ["00000007-b", ""], [False, True], waits_for_first) == 1
+
+
 def test_a_copy_that_still_comes_costs_no_whole_one() -> None:
     copies, index = Replicas(), CheckpointIndex({}, [], {"tensor": np.zeros(0, np.int32)})
 

@@ -640,8 +640,11 @@ def test_an_early_order_that_the_service_does_not_answer_is_left_to_the_checkpoi
     assert "staging memory was not prepared: timed out" in caplog.text
 
 
-def test_a_rank_that_must_leave_does_not_wait_for_its_early_order(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent may order the rank to leave while the service does not answer."""
+def test_a_rank_that_must_leave_does_not_wait_for_its_early_order(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The agent may order the rank to leave while the service does not answer. Such an end is no warning."""
+    caplog.set_level(logging.INFO, "megascale.checkpoint")
     earlier_descriptors = list_memory_descriptors()
 
     def check() -> None:
@@ -656,6 +659,9 @@ def test_a_rank_that_must_leave_does_not_wait_for_its_early_order(run: Path, mon
         early._thread.join(early_slots._REPLY_SECONDS / 2)
         assert not early._thread.is_alive()
         assert early.take(check) == []
+    (record,) = [record for record in caplog.records if "not prepared" in record.getMessage()]
+    assert record.levelno == logging.INFO
+    assert "no longer needs the staging memory" in record.getMessage()
     assert list_memory_descriptors() <= earlier_descriptors
 
 

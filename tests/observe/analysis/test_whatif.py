@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from dataclasses import replace
@@ -11,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megascale.cli.whatif import _print_tables
 from megascale.errors import ConfigError, DataError
 from megascale.observe.analysis.operation_trace import OperationTrace, make_trace, read_trace, write_trace
 from megascale.observe.analysis.trace_graph import build_graphs
-from megascale.observe.analysis.whatif import analyse_trace
+from megascale.observe.analysis.whatif import SubsetResult, WhatIf, analyse_trace
 from tests.observe.analysis.recorded_jobs import Job
 
 PUBLISHED = Path(os.environ.get("MEGASCALE_OTHERS_DATA", "../shared/data")) / "stragglers"
@@ -162,3 +164,28 @@ def test_the_published_trace_gives_the_published_result():
     for name, parts in (("stage", output.stages), ("dp_rank", output.replicas), ("optype", output.kinds)):
         theirs = result[f"blocking_decompose_by_{name}"]
         assert {str(key): part.alone for key, part in parts.items()} == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.parametrize(("saved_seconds", "is_explained"), [(-2e-3, True), (2e-3, False), (-1e-6, False)])
+def test_a_negative_share_is_explained(capsys, saved_seconds, is_explained):
+    """A row below 0.01 ms is not shown."""
+    results = {0: SubsetResult(1.0, saved_seconds / 1e-2, saved_seconds), 1: SubsetResult(1.1, 1.0, 1e-2)}
+    report = WhatIf(
+        steps=1,
+        skipped_steps={},
+        recorded=1.0,
+        replayed=1.0,
+        original=1.0,
+        ideal=0.99,
+        kinds={},
+        stages={},
+        replicas={},
+        ranks=results,
+        scores=np.ones((1, 2)),
+        rank_grid=np.arange(2).reshape(1, 2, 1),
+        stage_share=math.nan,
+        worker_share=1.0,
+        slowest=(1,),
+    )
+    _print_tables(report)
+    assert ("shorter than typical" in capsys.readouterr().out) == is_explained

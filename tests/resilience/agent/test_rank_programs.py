@@ -24,6 +24,7 @@ from megascale.resilience.agent.metrics_writer import MetricsWriter
 from megascale.resilience.agent.progress_patterns import Reading
 from megascale.resilience.agent.rank_programs import MegascaleTrainer, TrainerProcess
 from megascale.resilience.protocol.agent_messages import Start
+from tests.conftest import POLL_INTERVAL
 
 ORDER = Start(epoch=1, attempt=3, job="j", ranks=(2, 3), world=4, master=("h", 29500), settings="")
 COMMON = {REPLICA_VARIABLE: "secret", "RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}
@@ -217,6 +218,7 @@ def test_a_rank_gives_its_stack_and_keeps_the_sitecustomize_of_its_environment(t
         deadline = time.monotonic() + 10
         while collect_evidence(tmp_path, ask=False, watch_seconds=0).ranks[0].process != "stopped":
             assert time.monotonic() < deadline
+            time.sleep(POLL_INTERVAL)
     finally:
         process.kill()
         process.wait()

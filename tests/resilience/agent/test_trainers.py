@@ -14,7 +14,10 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -48,6 +51,8 @@ from megascale.resilience.protocol.fork_messages import (
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 from megascale.resilience.rules.view import NodeView, Verdict, View
 from megascale.services.messages import FrameReader
+from tests.conftest import POLL_INTERVAL
+from tests.forked import call_forked
 
 
 def judged(workers: tuple[Worker, ...], disks: dict[str, float]) -> list[Verdict]:
@@ -57,8 +62,15 @@ def judged(workers: tuple[Worker, ...], disks: dict[str, float]) -> list[Verdict
     return rules.judge(FROM_AGENT.decode(FROM_AGENT.encode(beat)) and view)
 
 
-def ended(tmp_path: Path, file: Path, *arguments: str, ranks: int = 1, port: int = 1, before=None) -> list[Verdict]:
-    """Start ranks with the settings of a file; the verdicts when the first has ended."""
+def ended(
+    tmp_path: Path,
+    file: Path,
+    *arguments: str,
+    ranks: int = 1,
+    port: int = 1,
+    before: Callable[[Trainers], None] | None = None,
+) -> list[Verdict]:
+    """Start ranks with the settings of a file. Return the verdicts when the first rank has ended."""
     (tmp_path / "node").mkdir()
     text = file.read_text() if file.exists() else ""
 
@@ -85,28 +97,48 @@ def ended(tmp_path: Path, file: Path, *arguments: str, ranks: int = 1, port: int
     return asyncio.run(run())
 
 
+def ended_in_fork(*arguments: Any, **options: Any) -> list[Verdict]:
+    """Return the verdicts of `ended` in a forked process. The fork server of its ranks has torch loaded already."""
+    return call_forked(partial(ended, **options), *arguments)
+
+
+def terminate_server(local: Trainers) -> None:
+    """Send SIGTERM to the fork server."""
+    local._fork_server.process.send_signal(signal.SIGTERM)
+
+
+def limit_files(log: Path, local: Trainers) -> None:
+    """Limit the size of files as `faults inject full-disk` does it. Ranks inherit the limit from their fork server."""
+    resource.prlimit(local._fork_server.process.pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    log.parent.mkdir(parents=True)
+    log.write_text("x" * 5000 + "\n")
+
+
+def kill_server_after_fork(local: Trainers) -> None:
+    """Kill the fork server as soon as it has forked a rank."""
+
+    def handle_report(message: object) -> None:
+        if isinstance(message, Forked):
+            os.kill(local._fork_server.process.pid, signal.SIGKILL)
+
+    local._fork_server.on_report = handle_report
+
+
 def test_a_port_that_was_taken_is_nobodys_mistake(tiny, tmp_path):
     with socket.socket() as second:
         second.bind(("127.0.0.1", 0))
         second.listen()
         port = second.getsockname()[1]
         # A signal that Slurm sends to all processes does not end the fork server, which would end its ranks.
-        before = lambda agent: agent._fork_server.process.send_signal(signal.SIGTERM)
-        [verdict] = ended(tmp_path, tiny, "--parallel.data=2", ranks=2, port=port, before=before)
+        [verdict] = ended_in_fork(tmp_path, tiny, "--parallel.data=2", ranks=2, port=port, before=terminate_server)
     assert (verdict.kind, verdict.action, verdict.ranks) == ("port_taken", "recover", (0,)), verdict.evidence
 
 
 def test_a_full_disk_is_known_though_the_log_could_not_be_written(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # what it imports, Python would leave a part of
 
-    def fill(local: Trainers) -> None:
-        # As `faults inject full-disk` does it; ranks inherit it from their fork server.
-        resource.prlimit(local._fork_server.process.pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-        log = tmp_path / "runs" / "tiny" / "logs" / "rank-0.log"
-        log.parent.mkdir(parents=True)
-        log.write_text("x" * 5000 + "\n")
-
-    [verdict] = ended(tmp_path, tiny, before=fill)
+    log = tmp_path / "runs" / "tiny" / "logs" / "rank-0.log"
+    [verdict] = ended_in_fork(tmp_path, tiny, before=partial(limit_files, log))
     assert (verdict.kind, verdict.action) == ("disk_full", "recover"), verdict.evidence
     assert "File too large" in verdict.evidence[-1]
 
@@ -194,12 +226,7 @@ def test_a_fork_server_uses_its_idle_time_and_still_forks(tmp_path):
 
 
 def test_ranks_that_die_with_their_fork_server_are_told_of_it(tiny, tmp_path):
-    def kill_soon(local: Trainers) -> None:
-        local._fork_server.on_report = lambda message: (
-            os.kill(local._fork_server.process.pid, signal.SIGKILL) if isinstance(message, Forked) else None
-        )
-
-    [verdict] = ended(tmp_path, tiny, before=kill_soon)
+    [verdict] = ended_in_fork(tmp_path, tiny, before=kill_server_after_fork)
     assert verdict.kind == "process_killed"
     assert "fork server" in " ".join(verdict.evidence)
     assert "signal SIGKILL" in " ".join(verdict.evidence)
@@ -265,11 +292,12 @@ def test_a_fork_server_whose_answers_cannot_be_read_is_replaced_with_its_ranks(t
     assert "cannot be read: division by zero" in rank.error
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
-def test_a_replacement_is_started_at_once_and_ended_if_the_order_does_not_suit_it(tiny, tmp_path):
-    """The first order takes the waiting process; the second one changes the settings."""
-    (tmp_path / "node").mkdir()
-    settings = tiny.read_text()
+def replace_killed_processes(tmp_path: Path, settings: str) -> tuple[int, int, int, int]:
+    """Kill a rank in two attempts.
+
+    Return the process ids of the first replacement, of the second attempt, of the second replacement and of the third
+    attempt, whose settings differ.
+    """
 
     async def run() -> tuple[int, int, int, int]:
         changed = asyncio.Event()
@@ -279,7 +307,7 @@ def test_a_replacement_is_started_at_once_and_ended_if_the_order_does_not_suit_i
             1, 1, "tiny", (0,), 1, ("127.0.0.1", 1), settings, ("--train.steps=1000000", "--checkpoint.interval=0")
         )
 
-        async def wait_until(is_true) -> None:
+        async def wait_until(is_true: Callable[[], object]) -> None:
             while not is_true():
                 changed.clear()
                 with contextlib.suppress(TimeoutError):
@@ -297,17 +325,24 @@ def test_a_replacement_is_started_at_once_and_ended_if_the_order_does_not_suit_i
                 local.start(order, "127.0.0.1", b"t" * 64)
                 first = await kill_and_wait()
                 local.start(replace(order, attempt=2), "127.0.0.1", b"t" * 64)
-                taken = local.trainers[0].pid
+                second_attempt = local.trainers[0].pid
                 await wait_until(lambda: (local._read_progress(local.trainers[0]), local.trainers[0].progress)[1])
                 second = await kill_and_wait()
                 local.start(replace(order, attempt=3, settings=settings + "# changed\n"), "127.0.0.1", b"t" * 64)
                 await wait_until(lambda: local.trainers[0].pid and not os.path.exists(f"/proc/{second}"))
-                return first, taken, second, local.trainers[0].pid
+                return first, second_attempt, second, local.trainers[0].pid
         finally:
             local.end_server()
 
-    first, taken, second, last = asyncio.run(run())
-    assert taken == first
+    return asyncio.run(run())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_a_replacement_is_started_at_once_and_ended_if_the_order_does_not_suit_it(tiny, tmp_path):
+    """The first order takes the waiting process; the second one changes the settings."""
+    (tmp_path / "node").mkdir()
+    first, second_attempt, second, last = call_forked(replace_killed_processes, tmp_path, tiny.read_text())
+    assert second_attempt == first
     assert len({first, second, last}) == 3
 
 
@@ -368,6 +403,7 @@ def test_processes_that_another_trainer_started_end_with_it(end, tmp_path):
     deadline = time.monotonic() + 60
     while read_process_state(child) != "gone":
         assert time.monotonic() < deadline, "the child process lives"
+        time.sleep(POLL_INTERVAL)
 
 
 def test_a_rank_without_its_process_group_gets_its_signal_in_a_later_round(tmp_path):
@@ -619,8 +655,12 @@ def test_replacements_learn_of_ranks_that_ended_with_their_fork_server(tmp_path:
             forks = FrameReader(TO_FORK_SERVER).feed(server_end.recv(1 << 20))
         expected = ",".join(str(pid) for pid in sorted([rank.pid, early.pid]))
         assert [fork.env[DYING_VARIABLE] for fork in forks] == [expected] * 2
-        local._dying._unreported_births = {rank.pid: 1}  # another process has this process id by now
-        assert local._dying.list_all() == ([] if read_birth_time(rank.pid) else [rank.pid])
+        os.kill(rank.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie now
+        local._dying._unreported_births = {rank.pid: 1}
+        assert local._dying.list_all() == [rank.pid]
+        local._dying._unreported_births = {os.getpid(): 1}  # another process has this process id by now
+        assert local._dying.list_all() == []
     finally:
         for process in processes:
             process.kill()
@@ -704,16 +744,15 @@ def test_a_rank_that_loads_has_completed_no_step(tmp_path: Path) -> None:
     assert stages == [("load", False), ("train", False), ("train", True), ("evaluate", True)]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
-def test_a_standby_process_replaces_a_killed_rank_and_gets_a_successor(tiny: Path, tmp_path: Path) -> None:
-    (tmp_path / "node").mkdir()
+def kill_ranks_with_standby(tmp_path: Path, settings: str) -> tuple[list[int], list[int]]:
+    """Kill a rank in two attempts. Return the process ids of the ranks and of their standby processes."""
 
     async def run() -> tuple[list[int], list[int]]:
         limits = ResilienceConfig(standby_processes=True)
         local = Trainers(tmp_path / "runs" / "tiny", tmp_path / "node", lambda: None, limits=limits)
         local.start_server()
         words = ("--train.steps=1000000", "--checkpoint.interval=0")
-        order = Start(1, 1, "tiny", (0,), 1, ("127.0.0.1", 1), tiny.read_text(), words)
+        order = Start(1, 1, "tiny", (0,), 1, ("127.0.0.1", 1), settings, words)
 
         async def wait_for_standby() -> int:
             while not local._early.pids.get(0):
@@ -738,7 +777,13 @@ def test_a_standby_process_replaces_a_killed_rank_and_gets_a_successor(tiny: Pat
         finally:
             local.end_server()
 
-    trainer_pids, standby_pids = asyncio.run(run())
+    return asyncio.run(run())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_a_standby_process_replaces_a_killed_rank_and_gets_a_successor(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "node").mkdir()
+    trainer_pids, standby_pids = call_forked(kill_ranks_with_standby, tmp_path, tiny.read_text())
     assert trainer_pids[1] == standby_pids[0]
     assert len({trainer_pids[0], *standby_pids}) == 3
 

@@ -199,6 +199,7 @@ def test_shared_memory_counts_as_memory():
         (["cpu=many"], "has cpu=many, which is not a quantity; write a number"),
         (["memory=64GiB"], "has memory=64GiB, which is not a quantity"),
         (["cpu="], "has cpu=, which is not a quantity"),
+        (["cpu=+-8"], "has cpu=-8, which is not a quantity"),
         (["cpu=0"], "has cpu=0, which gives the pod nothing"),
         (["rdma/hca=500m"], "a pod gets whole devices only; write a whole number, such as rdma/hca=1"),
         (["cpu=8", "cpu=16"], r"has cpu twice \(8 and 16\); remove one"),
@@ -214,6 +215,9 @@ def test_resources_in_the_forms_of_kubernetes_are_requested():
     resources = ["cpu=1500m", "memory=200Gi", "ephemeral-storage=1e9", "hugepages-2Mi=4Gi", "nvidia.com/gpu=8"]
     (pod,) = find_pods(make_manifests(config(resources=resources), "nodes", 8, "/data/runs/job"))
     assert container(pod)["resources"]["limits"] == dict(text.split("=") for text in resources)
+    # Kubernetes accepts a sign, with which a text differs from the number of GPUs.
+    (pod,) = find_pods(make_manifests(config(resources=["cpu=+2", "nvidia.com/gpu=+8"]), "nodes", 8, "/data/runs/job"))
+    assert container(pod)["resources"]["limits"] == {"cpu": "2", "nvidia.com/gpu": "8"}
     # On CPUs a pod may request GPUs for another purpose.
     make_manifests(config(resources=["nvidia.com/gpu=4"]), "nodes", 0, "/data/runs/job")
 

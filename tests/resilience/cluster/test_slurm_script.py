@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from megascale.resilience.cluster.remote import Host
 from megascale.resilience.cluster.slurm import count_gpus_per_node, expand_counts
 from megascale.resilience.cluster.slurm_container import make_container_arguments
 from megascale.resilience.cluster.slurm_script import make_batch_script
+from tests.conftest import POLL_INTERVAL
 
 # Stands where python does: notes what it was asked for, and ends as the next line of `ends` says.
 DRIVER = """#!/bin/bash
@@ -264,6 +266,7 @@ class Batch:
     def until_up(self) -> None:
         while not (self.folder / "up").exists():
             assert self.process.poll() is None
+            time.sleep(POLL_INTERVAL)
 
 
 START = "-P -m megascale launch job file.toml --nodes=2"

@@ -18,6 +18,7 @@ from megascale.resilience.cluster import slurm_completion, slurm_standby
 from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.slurm import SlurmCluster
 from megascale.resilience.protocol.contact import Contact, write_contact
+from tests.conftest import POLL_INTERVAL
 
 SCONTROL = """#!/bin/bash
 cd "$(dirname "$0")" || exit 1
@@ -74,6 +75,7 @@ class Slurm:
         deadline = time.monotonic() + 20.0
         while not (self.folder / name).exists():
             assert time.monotonic() < deadline, name
+            time.sleep(POLL_INTERVAL)
 
     def until_asked(self) -> None:
         """The standby has taken in what Slurm says now."""
@@ -131,6 +133,7 @@ def test_it_signals_the_script_before_the_time_limit_and_leaves_a_job_alone_that
     slurm.has("n2,n3", more=f"EndTime={soon}")
     while (slurm.folder / "up").exists():
         assert process.poll() is None
+        time.sleep(POLL_INTERVAL)
     slurm.has("n2,n3", "COMPLETED")
     assert process.wait(30) == 0
     assert not (slurm.folder / "cancelled").exists()

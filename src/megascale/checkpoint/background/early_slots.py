@@ -175,7 +175,8 @@ def _prepare(
             connection.close()
             raise
     except (OSError, TrainingError) as error:
-        log.warning("staging memory was not prepared: %s", error)
+        level = logging.INFO if connections.end_reason else logging.WARNING
+        log.log(level, "staging memory was not prepared: %s", connections.end_reason or error)
         _close_slots(slots)
         return []
     for slot in slots:

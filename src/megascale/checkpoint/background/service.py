@@ -412,7 +412,7 @@ def start_checkpoint_service(folder: Path, linger: float, log_file: Path) -> Non
     location = locate_service(folder)
     if location.find_service_pid() is None:
         with contextlib.suppress(OSError):  # `connect_checkpoint_service` reports what prevents it
-            start_service(location, _make_launch(folder, linger, log_file))
+            start_service(location, _make_launch(folder, linger, log_file), make_folder=True)
 
 
 def end_unused_service(folder: Path) -> None:

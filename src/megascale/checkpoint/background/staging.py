@@ -346,7 +346,7 @@ def choose_slot(
         is_complete: for each slot, whether its snapshot is complete on all processes.
         generations: generation of each slot's snapshot on this process. For complete slots it is the same on all.
         is_base: for each slot, whether it has on some process the snapshot from which the run started. Other processes
-            may have loaded that snapshot from a peer.
+            may have loaded that snapshot from a peer. If all slots have it, each on some process, one is overwritten.
         waits_for_first: whether to make only one snapshot at a time until one is complete on all processes. Set if the
             run started from memory, or if a lost process must cost one step only.
         keeps_newest: whether to keep the newest complete snapshot until another one is complete. Otherwise it may be
@@ -357,6 +357,9 @@ def choose_slot(
     slot_count = len(is_free)
     complete_slots = [i for i in range(slot_count) if is_complete[i]]
     newest_generation = max((generations[i] for i in complete_slots), default="")
+    if all(is_base) and not complete_slots:
+        # Otherwise no snapshot and no save would ever be made again.
+        is_base = [False] * slot_count
     usable_slots = []
     for i in range(slot_count):
         # The only slot must be overwritten in any case.

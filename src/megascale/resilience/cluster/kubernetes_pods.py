@@ -255,6 +255,7 @@ def read_resources(settings: KubernetesConfig, gpus: int) -> dict[str, str]:
     resources: dict[str, str] = {}
     for text in settings.resources:
         name, quantity = text.split("=", 1)
+        quantity = quantity.removeprefix("+")  # Kubernetes accepts a sign
         if name in resources:
             raise ConfigError(f"kubernetes.resources has {name} twice ({resources[name]} and {quantity}); remove one")
         _check_resource(name, quantity)

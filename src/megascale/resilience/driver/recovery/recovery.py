@@ -135,8 +135,9 @@ class Recovery:
         if self._refill_times and current_time - self._refill_times[-1] < REFILL_INTERVAL:
             return
         self._refill_times.append(current_time)
+        target_count = limits.nodes + limits.spares
         text = (
-            f"{present_count} nodes are present; requesting {missing_count} to have {limits.spares} spare nodes again"
+            f"{present_count} of {target_count} nodes and spares are present or requested; requesting {missing_count}"
         )
         self.record_event(Event.NODE_REQUESTED, evidence=(text,))
         for _ in range(missing_count):
