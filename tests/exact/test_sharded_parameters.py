@@ -612,9 +612,10 @@ def test_gradients_that_gemms_round_have_the_bits_of_a_rounding_afterwards(name,
         assert direct_count < count  # the first micro-batch writes to the slots in float32
 
 
-def test_blocks_whose_gradients_are_not_rounded_by_one_gemm_are_named(pool):
-    """A layer that does not fit the slots of blocks is an error, not a gradient in lower precision."""
-    layout = ROUNDED_LAYOUTS["ZeRO-2"]
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_blocks_whose_gradients_are_not_rounded_by_one_gemm_are_named(microbatches, pool):
+    """A layer that does not fit the slots of blocks is an error in the first step, not a lower precision."""
+    layout = case(data=2, microbatches=microbatches, zero=2, model=UNTIED)
     tree = {
         **layout.tree,
         "train": {**layout.tree["train"], "precision": "float32"},

@@ -16,15 +16,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascale.errors import ConfigError
 from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
 from megascale.ops.peer_max import WORD_BYTES
 
 BLOCK = 2048  # elements per program
-# For measurements: let the L2 cache evict the data of `sum_over_peers` first, since it is used once.
-EVICTS_FIRST = os.environ.get("MEGASCALE_REDUCE_EVICT_FIRST", "0") == "1"
 MAX_RANKS = 8  # of `sum_parts`
 PARTS_BLOCK_BYTES = 32768  # bytes of a block of all parts in `sum_parts`
+EVICTION_VARIABLE = "MEGASCALE_REDUCE_EVICT_FIRST"
 PARTS_STAGES = 5  # a program of `sum_parts` loads the next four blocks into shared memory meanwhile
+
+
+def read_eviction() -> bool:
+    """Return whether the environment asks the L2 cache to evict the data of `sum_over_peers` first (for measurements).
+
+    Raises ConfigError for another value than 0 or 1.
+    """
+    text = os.environ.get(EVICTION_VARIABLE, "")
+    if text not in ("", "0", "1"):
+        raise ConfigError(f"{EVICTION_VARIABLE}={text} is neither 0 nor 1; set it to 1, or unset it")
+    return text == "1"
+
+
+EVICTS_FIRST = read_eviction()
 
 
 @jit

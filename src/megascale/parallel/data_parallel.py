@@ -309,9 +309,12 @@ class DataParallel:
     def end_backward(self, chunk: int, kind: ActionKind = ActionKind.BACKWARD) -> None:
         """Record the contributions in the backward, and reduce the armed buckets that are not in flight."""
         state = self._states[chunk]
+        is_first = kind not in state.recorded_counts
         state.record_contributions(kind)
         state.reduces_as_filled = False
         if self.gradient_slots is not None:
+            if is_first:
+                self.gradient_slots.check_rounded(chunk)
             self.gradient_slots.is_writable = False
         if not state.is_armed or kind not in WEIGHT_BACKWARDS:
             return

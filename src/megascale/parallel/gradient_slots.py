@@ -295,6 +295,10 @@ class GradientBucket:
         self._write_plans[state.backward_kind] = write_plan
         return write_plan
 
+    def check_rounded(self) -> None:
+        """Raise RuntimeError if a recorded gradient of the bucket is not the rounded result of one GEMM."""
+        self._plan_writes(self.slots.states[self.chunk])
+
     def _explain_unrounded(self, member: int) -> str:
         """Return the error for a matrix of a rounded bucket whose gradient is not the rounded result of one GEMM."""
         names = ", ".join(piece.name for piece in get_spec(self._buffer.parameters[member]).pieces)
@@ -414,6 +418,15 @@ class GradientSlots:
         """Open all buckets of a unit, whose backward is about to be replayed."""
         for bucket in self._unit_buckets(chunk, unit):
             bucket.open()
+
+    def check_rounded(self, chunk: int) -> None:
+        """Check the first backward of a kind before an optimizer uses its gradients.
+
+        Raises RuntimeError if GEMMs did not round all gradients of a chunk's blocks.
+        """
+        for bucket in self.buckets[chunk]:
+            if bucket.is_rounded:
+                bucket.check_rounded()
 
     def set_unit_overwrites(self, chunk: int, unit: int) -> None:
         """Let the GEMMs of a unit's backward, which is captured, overwrite gradients."""

@@ -35,19 +35,27 @@ class ServiceHold:
         self._conversation: Conversation | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._lock = asyncio.Lock()
+        self._release_count = 0  # a release while a thread connects must win
 
     async def renew(self) -> None:
         """Hold the service for another `seconds`, if it runs."""
         async with self._lock:
             if self._conversation is None or not self._conversation.is_connected():
                 self.release()
-                self._conversation = await asyncio.to_thread(self._connect)
+                release_count = self._release_count
+                conversation = await asyncio.to_thread(self._connect)
+                if self._release_count != release_count:
+                    if conversation is not None:
+                        conversation.close()
+                    return
+                self._conversation = conversation
             self._cancel_timer()
             if self._conversation is not None:
                 self._timer = asyncio.get_running_loop().call_later(self._seconds, self.release)
 
     def release(self) -> None:
-        """Let the service end as if its last trainer had just left."""
+        """Let the service end as if its last trainer had just left. A `renew` under way holds nothing."""
+        self._release_count += 1
         self._cancel_timer()
         if self._conversation is not None:
             self._conversation.close()
