@@ -168,15 +168,36 @@ def await_copies(job: Launched) -> bool:
         if has_copies(job.run, len(read_placement(job))) and job.has_memory():
             print(f"all ranks have copies after {time.monotonic() - start:.1f} s", file=sys.stderr)
             return True
+        if list_failed_copies(job):
+            return False
         time.sleep(0.05)
     return False
+
+
+def list_failed_copies(job: Launched) -> list[str]:
+    """Return why copies to peers failed since the last start of the trainers."""
+    reasons: list[str] = []
+    for event in job.trainer_events():
+        if event["event"] in ("run_started", "resumed"):
+            reasons = []
+        elif event["event"] == "replica_failed":
+            reasons.append(event["message"])
+    return reasons
+
+
+def describe_missing_copies(job: Launched) -> str:
+    """Return why no replica can be lost yet."""
+    reasons = list_failed_copies(job)
+    if reasons:
+        return f"a copy of a rank's state to its peer failed: {reasons[-1]}"
+    return f"the ranks' states were not complete in peers' memory after {LIMIT:g} s"
 
 
 def lose_replica(job: Launched, dice: random.Random, replicas: int) -> dict[str, Any]:
     """Lose a replica, sometimes two, wait until all train again, and return what it cost."""
     row: dict[str, Any] = {"problem": ""}
     if not await_copies(job):
-        return row | {"problem": f"the ranks' states were not complete in peers' memory after {LIMIT:g} s"}
+        return row | {"problem": describe_missing_copies(job)}
     time.sleep(dice.uniform(0.5, 4.0))
     row |= {"kind": _inject(job, dice), "time": time.time()}
     after = job.events()[-1].id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -284,6 +285,23 @@ def test_a_copy_that_cannot_be_sent_is_a_problem_whatever_the_reason(snapshot: A
         copying = ReplicaSender(msgspec.structs.replace(staged, peer=peer, token=token), 2, slot, progress)
         server.accept()[0].close()
         assert copying.finish(crcs.tolist())
+
+
+@pytest.mark.parametrize("segment_bytes", [16 << 20, 100_000])
+def test_the_error_of_a_copy_names_what_the_peer_lacks(
+    snapshot: Any, segment_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one stream and with several. Without the reason, an operator sees a peer that hangs up in each step."""
+    slot, staged, _ = snapshot
+
+    def lack_memory(count: int, size: int, index: Any) -> Any:
+        raise OSError(errno.ENOMEM, f"25 of {count * size} bytes are free (MemAvailable)")
+
+    monkeypatch.setattr(replica, "_SEGMENT_BYTES", segment_bytes)
+    monkeypatch.setattr(replica, "make_slots", lack_memory)
+    crcs, _ = frame_chunks(slot.memory.view[: staged.size], slot.index, iter([4]), progress := Progress())
+    problem = str(ReplicaSender(staged, 2, slot, progress).finish(crcs.tolist()))
+    assert f"no memory for the copy: [Errno 12] 25 of {2 * staged.size} bytes are free (MemAvailable)" in problem
 
 
 def test_a_peer_that_takes_nothing_does_not_hold_up_a_snapshot_that_is_given_up(snapshot: Any) -> None:

@@ -43,7 +43,7 @@ from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.format.step_folders import get_nonce
 from megascale.core.failure import PAUSE, FailureLog
 from megascale.services.connection_server import AUTHENTICATION_TIMEOUT, ConnectionServer
-from megascale.services.conversation import Conversation, set_peer_timeout
+from megascale.services.conversation import Conversation, ErrorReply, set_peer_timeout
 
 log = logging.getLogger("megascale.checkpoint.background.replica")
 
@@ -139,7 +139,11 @@ class Replicas:
                 return
             if not isinstance(message, Replicate):
                 return
-            slot = self._reserve_slot(message, CheckpointIndex.from_bytes(bytes(sender.body)))
+            try:
+                slot = self._reserve_slot(message, CheckpointIndex.from_bytes(bytes(sender.body)))
+            except OSError as error:
+                sender.send(ErrorReply(f"this host has no memory for the copy: {error}"[:2000], "OSError"))
+                raise
             try:
                 crcs = self._receive_chunks(sender, message, slot)
                 checksums = sender.receive()
@@ -162,7 +166,7 @@ class Replicas:
                 if message.streams > 1:
                     with self._lock:
                         self._arrivals[message.transfer] = arrival
-                    sender.send(ReplicaReady())
+                sender.send(ReplicaReady())
                 arrival.receive(sender, 0)
                 arrival.wait(sender.sock)
             finally:
@@ -437,6 +441,8 @@ class ReplicaSender:
             transfer=transfer,
         )
         peer.send(announcement, self._slot.index.to_bytes())
+        if not isinstance(peer.receive_reply(max_body_bytes=0), ReplicaReady):
+            raise ConnectionError("the peer did not reserve memory")
         if self._streams == 1:
             self._send_segments(peer, 0)
         else:
@@ -451,8 +457,6 @@ class ReplicaSender:
 
     def _send_streams(self, peer: Conversation, transfer: str) -> None:
         """Send the segments in several streams, of which `peer` is the first. Raises OSError or EOFError as `_send`."""
-        if not isinstance(peer.receive_reply(max_body_bytes=0), ReplicaReady):
-            raise ConnectionError("the peer did not reserve memory")
         with ThreadPoolExecutor(self._streams - 1, "megascale-replica") as pool:
             futures = [pool.submit(self._send_stream, transfer, stream) for stream in range(1, self._streams)]
             try:

@@ -321,7 +321,9 @@ FROM_SERVICE = Schema(
     OpenedSnapshot,
     limit=MAX_MESSAGE_BYTES,
 )
-BETWEEN_SERVICES = Schema(Replicate, ReplicaReady, ReplicaStream, Checksums, Replicated, limit=MAX_MESSAGE_BYTES)
+BETWEEN_SERVICES = Schema(
+    Replicate, ReplicaReady, ReplicaStream, Checksums, Replicated, ErrorReply, limit=MAX_MESSAGE_BYTES
+)
 
 
 def private_folder(run: pathlib.Path | str, node: str | None = None) -> pathlib.Path:
