@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megascale.observe.hang.scene import RankEvidence, pack_evidence
-from megascale.resilience.driver.diagnosis.diagnosis import EXAMINATION_LEAD
+from megascale.resilience.driver.diagnosis.diagnosis import EXAMINATION_LEAD, EXAMINATION_PAUSE
 from megascale.resilience.driver.driver import Driver
 from megascale.resilience.protocol.agent_messages import Evidence
 from megascale.resilience.protocol.heartbeat import Heartbeat
@@ -79,6 +79,25 @@ def test_ranks_are_examined_before_they_count_as_hanging(moves: bool, tmp_path: 
     (hang,) = [event for event in play(tmp_path, scene, spares=0) if event.kind == "hang"]
     assert hang.ranks == (1,)
     assert hang.evidence[0].startswith("stopped: rank 1")
+
+
+def test_an_examination_that_does_not_count_is_repeated_after_a_pause(tmp_path: Path) -> None:
+    async def scene(driver: Driver, cluster: Elsewhere, channels: dict[str, Channel]) -> None:
+        send_heartbeats(driver, channels, age=EARLY_AGE, sequence=1)
+        await iterate(driver, lambda: count_examinations(channels) == [1, 1])
+        answer(driver, channels)
+        await iterate(driver, lambda: driver.diagnosis._examination is not None)
+        of_another_attempt = driver.diagnosis._examination._replace(attempt=-1, began=time.monotonic())
+        driver.diagnosis._examination = of_another_attempt
+        for _ in range(5):
+            driver.run_iteration(time.monotonic())
+            await asyncio.sleep(0.001)
+        assert count_examinations(channels) == [1, 1]
+        earlier = of_another_attempt.began - EXAMINATION_PAUSE
+        driver.diagnosis._examination = of_another_attempt._replace(began=earlier)
+        await iterate(driver, lambda: count_examinations(channels) == [2, 2])
+
+    play(tmp_path, scene, spares=0)
 
 
 def test_the_loop_wakes_for_the_heartbeat_that_shows_a_hang(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ SETTLING_SECONDS = 0.3  # seconds after a first failed rank in which other ranks
 PAUSE_FACTOR = 4.0  # multiple of a hang's limit for which ranks may pause if no rank waits for another
 PAUSE_INTERVAL = 5.0  # seconds between examinations of another trainer's ranks that progress without a step
 EXAMINATION_LEAD = 3.0  # seconds from the examination of the ranks to the verdict about a hang
+EXAMINATION_PAUSE = 1.0  # least seconds between the beginnings of two examinations before a verdict
 HISTORY_INTERVAL = 1.0  # seconds between judgements of the history of all nodes
 _HANG_SENTENCES = 10  # sentences of the examination in a verdict's evidence
 # Kinds of hangs with wrong calls. A first one may come from a corrupted state; a second one comes from the code.
@@ -144,7 +145,11 @@ class Diagnosis:
         """
         if view.is_foreign or not find_hang(view, EXAMINATION_LEAD):
             return False
-        return self._examination is None or not self._examination.is_valid(view)
+        examination = self._examination
+        if examination is None:
+            return True
+        # Ranks may move during each examination, so that none of them counts.
+        return not examination.is_valid(view) and view.time - examination.began >= EXAMINATION_PAUSE
 
     async def _examine_early(self, view: View) -> None:
         """Examine the ranks before the verdict about a hang."""
