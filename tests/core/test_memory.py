@@ -24,8 +24,7 @@ from megascale.core.parameter_counts import (
 from megascale.core.rank_memory import estimate_rank_memory, rounds_block_gradients
 from megascale.core.saved_tensors import layer_saved_tensors
 from megascale.core.traffic import estimate_stage_traffic
-from megascale.core.unit_slots import PIECE_VARIABLE, TABLE_PARTS, read_piece_mib, size_staging
-from megascale.errors import ConfigError
+from megascale.core.unit_slots import TABLE_PARTS, size_staging
 from tests.exact.cases import HARD
 
 
@@ -512,34 +511,6 @@ def test_blocks_with_other_gradients_have_slots_in_float32(change):
     changed = {section: {**tree[section], **change.get(section, {})} for section in tree}
     layout = lay_out(from_tree(changed), 2 * changed["parallel"].get("tensor", 1))
     assert not rounds_block_gradients(layout.config, layout.grid)
-
-
-@pytest.fixture
-def piece_variable(monkeypatch):
-    """A function that sets the variable of the size of pieces."""
-
-    def set_variable(text: str) -> None:
-        monkeypatch.setenv(PIECE_VARIABLE, text)
-        read_piece_mib.cache_clear()
-
-    yield set_variable
-    read_piece_mib.cache_clear()
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_the_environment_sets_the_size_of_pieces(ranks, piece_variable):
-    default = size_staging(1 << 30, ranks)
-    for mib in (4, 8, 16, 32):
-        piece_variable(str(mib))
-        halves, peers, piece = size_staging(1 << 30, ranks)
-        assert (halves, peers) == default[:2]
-        assert piece % 64 == 0
-        assert 0.99 * mib < 4 * peers * piece / 2**20 <= mib
-    if ranks <= 4:
-        assert piece == default[2]
-    piece_variable("0.5")
-    with pytest.raises(ConfigError, match=r"MEGASCALE_REDUCE_PIECE_MIB=0\.5 is not a number of MiB; set it to"):
-        size_staging(1 << 30, ranks)
 
 
 @pytest.mark.parametrize("ranks", range(2, 17))

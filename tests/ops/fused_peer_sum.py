@@ -9,17 +9,14 @@ from tests.ops import interpreted  # noqa: F401
 import pytest
 import torch
 
-from megascale.errors import ConfigError
-from megascale.ops import dispatch, peer_sum
+from megascale.ops import dispatch
 from megascale.ops.peer_max import RELEASED
 from megascale.ops.peer_sum import BLOCK, MAX_RANKS, PARTS_BLOCK_BYTES, PeerSum, sum_over_peers, sum_parts
 
 
-@pytest.mark.parametrize("evicts_first", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("count", [5, BLOCK, 2 * BLOCK + 3])
-def test_parts_are_added_in_the_order_of_ranks(ranks, count, evicts_first, monkeypatch):
-    monkeypatch.setattr(peer_sum, "EVICTS_FIRST", evicts_first)
+def test_parts_are_added_in_the_order_of_ranks(ranks, count):
     generator = torch.Generator().manual_seed(count)
     parts = torch.randn(ranks, count, generator=generator) * 10.0 ** torch.arange(ranks)[:, None]
     expected = parts[0].clone()
@@ -37,18 +34,6 @@ def test_parts_are_added_in_the_order_of_ranks(ranks, count, evicts_first, monke
                 sum_over_peers(own, staging, rank, own)
             assert torch.equal(own, expected)
             assert torch.equal(out, expected + 1)
-
-
-@pytest.mark.parametrize(("text", "expected"), [("", False), ("0", False), ("1", True)])
-def test_the_environment_chooses_the_eviction_of_sums(text, expected, monkeypatch):
-    monkeypatch.setenv(peer_sum.EVICTION_VARIABLE, text)
-    assert peer_sum.read_eviction() == expected
-
-
-def test_another_value_for_the_eviction_of_sums_is_an_error(monkeypatch):
-    monkeypatch.setenv(peer_sum.EVICTION_VARIABLE, "true")
-    with pytest.raises(ConfigError, match=r"MEGASCALE_REDUCE_EVICT_FIRST=true is neither 0 nor 1; set it to 1"):
-        peer_sum.read_eviction()
 
 
 def test_narrower_parts_are_added_in_the_wider_type():

@@ -963,19 +963,6 @@ def test_gradients_are_reduced_where_they_lie(
         torch.testing.assert_close(result, expected_values)
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(2, 4), st.integers(2, 9), st.integers(1, 9), st.integers(0, 1 << 40))
-def test_sums_have_the_same_bits_with_any_size_of_pieces(size: int, count: int, piece: int, seed: int) -> None:
-    whole = reduce_rounds(size, [count], count, 0, seed)
-    with mock.patch(f"{__name__}.sum_over_peers", wraps=sum_over_peers) as counted_sum:
-        results = reduce_rounds(size, [count], piece, 0, seed)
-    for (result, _), (expected, _) in zip(results, whole, strict=True):
-        assert torch.equal(result, expected)
-    lengths = [len(call.args[0]) for call in counted_sum.call_args_list]
-    assert sum(lengths) == size * count
-    assert len(lengths) == size * -(-count // piece)  # a sum per piece, in turn with GEMMs
-
-
 def test_a_slot_that_is_released_before_peers_have_read_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail."""
     monkeypatch.setattr(Exchange, "_make_empty_call", lambda self: None)

@@ -10,12 +10,9 @@ and are gathered once per step.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from functools import cache
 
 from megascale.core.schedule import COMPUTES, ActionKind, Schedule
-from megascale.errors import ConfigError
 
 CHUNK_SLOTS = 3
 # Parts of a table whose gradients ZeRO-2's slots hold at a time: one is written while the previous ones are reduced.
@@ -23,8 +20,6 @@ TABLE_PARTS = 4
 
 # Elements of the pieces that copies bring from all peers together: 32 MiB of float32, 90 us between two GPUs.
 # The piece of one peer has at least MIN_STAGED_PIECE, 8 MiB, since each copy has a fixed time of a few us.
-# For measurements, MEGASCALE_REDUCE_PIECE_MIB replaces the 32 MiB, and pieces then have no minimum.
-PIECE_VARIABLE = "MEGASCALE_REDUCE_PIECE_MIB"
 STAGED_PIECES = 1 << 23
 MIN_STAGED_PIECE = 1 << 21
 STAGED_ALIGN = 64  # elements by which pieces begin, so that kernels load vectors
@@ -38,28 +33,9 @@ def size_staging(slots: int, ranks: int) -> tuple[int, int, int]:
         ranks: ranks that share each bucket.
     """
     peers = ranks - 1
-    requested_mib = read_piece_mib()
-    if requested_mib is None:
-        piece = max(MIN_STAGED_PIECE, STAGED_PIECES // peers // STAGED_ALIGN * STAGED_ALIGN)
-    else:
-        elements = (requested_mib << 20) // 4
-        piece = max(1, elements // peers // STAGED_ALIGN) * STAGED_ALIGN
+    piece = max(MIN_STAGED_PIECE, STAGED_PIECES // peers // STAGED_ALIGN * STAGED_ALIGN)
     shard = -(-slots // ranks)
     return 2, peers, min(piece, shard)
-
-
-@cache
-def read_piece_mib() -> int | None:
-    """Return the MiB of float32 of a piece from all peers together that the environment requests, or None.
-
-    A piece in bfloat16 has half of these bytes. Raises ConfigError for another value than a positive integer.
-    """
-    text = os.environ.get(PIECE_VARIABLE, "")
-    if not text:
-        return None
-    if not text.isdecimal() or int(text) == 0:
-        raise ConfigError(f"{PIECE_VARIABLE}={text} is not a number of MiB; set it to 4, 8, 16 or 32, or unset it")
-    return int(text)
 
 
 def has_chunk_slots(virtual_stages: int) -> bool:

@@ -8,7 +8,6 @@ The waiting rank's watch then writes RELEASED into that rank's flags, which ends
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -16,29 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascale.errors import ConfigError
 from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
 from megascale.ops.peer_max import WORD_BYTES
 
 BLOCK = 2048  # elements per program
 MAX_RANKS = 8  # of `sum_parts`
 PARTS_BLOCK_BYTES = 32768  # bytes of a block of all parts in `sum_parts`
-EVICTION_VARIABLE = "MEGASCALE_REDUCE_EVICT_FIRST"
 PARTS_STAGES = 5  # a program of `sum_parts` loads the next four blocks into shared memory meanwhile
-
-
-def read_eviction() -> bool:
-    """Return whether the environment asks the L2 cache to evict the data of `sum_over_peers` first (for measurements).
-
-    Raises ConfigError for another value than 0 or 1.
-    """
-    text = os.environ.get(EVICTION_VARIABLE, "")
-    if text not in ("", "0", "1"):
-        raise ConfigError(f"{EVICTION_VARIABLE}={text} is neither 0 nor 1; set it to 1, or unset it")
-    return text == "1"
-
-
-EVICTS_FIRST = read_eviction()
 
 
 @jit
@@ -52,13 +35,11 @@ def _sum_over_peers_kernel(
     RANKS: tl.constexpr,
     WIDEN: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    EVICTION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Sum BLOCK elements over RANKS ranks, into out_ptr. `stride` is the length of a row of received summands.
 
     WIDEN: add in float32, because the summands have 16 bits.
-    EVICTION: eviction policy of all loads and of the store.
     """
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = element < count
@@ -66,24 +47,21 @@ def _sum_over_peers_kernel(
         dtype: tl.constexpr = tl.float32
     else:
         dtype: tl.constexpr = local_ptr.dtype.element_ty  # type: ignore[no-redef]
-    local = tl.load(local_ptr + element, mask=inside, other=0.0, eviction_policy=EVICTION).to(dtype)
+    local = tl.load(local_ptr + element, mask=inside, other=0.0).to(dtype)
     total = tl.zeros((BLOCK,), dtype)
     for rank in tl.static_range(RANKS):
         if rank == RANK:
             total += local
         else:
             row = rank if rank < RANK else rank - 1
-            received = received_ptr + row * stride + element
-            total += tl.load(received, mask=inside, other=0.0, eviction_policy=EVICTION).to(dtype)
+            total += tl.load(received_ptr + row * stride + element, mask=inside, other=0.0).to(dtype)
     if ACCUMULATE:
-        total += tl.load(out_ptr + element, mask=inside, other=0.0, eviction_policy=EVICTION).to(dtype)
-    tl.store(out_ptr + element, total.to(out_ptr.dtype.element_ty), mask=inside, eviction_policy=EVICTION)
+        total += tl.load(out_ptr + element, mask=inside, other=0.0).to(dtype)
+    tl.store(out_ptr + element, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def sum_over_peers(local: Tensor, received: Tensor, rank: int, out: Tensor, accumulate: bool = False) -> None:
     """Write the sum of all ranks' summands, added in the order of ranks, to `out`, or add it with `accumulate`.
-
-    One pass reads each summand once, and `out` once with `accumulate`, and writes `out` once.
 
     Args:
         local: this rank's summand [count], contiguous.
@@ -103,7 +81,6 @@ def sum_over_peers(local: Tensor, received: Tensor, rank: int, out: Tensor, accu
             RANKS=ranks,
             WIDEN=local.dtype.itemsize < 4,
             ACCUMULATE=accumulate,
-            EVICTION="evict_first" if EVICTS_FIRST else "",
             BLOCK=BLOCK,
         )
         return
