@@ -22,6 +22,7 @@ from megascale.parallel.collectives import Axis
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.mapped_slots import MappedSlots, map_slots
 from megascale.parallel.slot_units import SlotUnit
+from tests.gpu.command_line import exit_with, make_parser, require_gpu
 
 PAGE_BYTES = 2 << 20
 REPEATS = 50
@@ -152,6 +153,10 @@ def check(axis: Axis, device: torch.device, bucket_elements: list[int]) -> int:
 
 def main() -> int:
     """Run the checks; 1 if one fails."""
+    make_parser(__doc__).parse_args()
+    require_gpu()
+    if "LOCAL_RANK" not in os.environ:
+        exit_with("WORLD_SIZE=1, and a gather needs two processes or more; run torchrun --nproc-per-node 2")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
