@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megascale.errors import ConfigError
 from megascale.parallel import device_pages, mapped_slots, symmetric
 from megascale.parallel.collectives import Axis
 from megascale.parallel.mapped_layout import (
@@ -159,6 +160,12 @@ def test_small_shards_and_float8_gathers_are_copied() -> None:
         buckets, reason = select_mapped_buckets([large], gathers_in_float8, other_device)
         assert not buckets
         assert reason
+
+
+def test_another_value_of_the_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(mapped_slots.SWITCH, "off")
+    with pytest.raises(ConfigError, match="MEGASCALE_MAPPED_SHARDS=off is neither 0 nor 1; set it to 0, or unset it"):
+        mapped_slots.read_switch()
 
 
 @pytest.mark.parametrize("lead_bytes", [0, 128, 9 * 128])

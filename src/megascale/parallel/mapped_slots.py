@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megascale.errors import ConfigError
 from megascale.parallel import device_pages, symmetric
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.collectives import Axis
@@ -240,6 +241,14 @@ def select_mapped_buckets(
     return frozenset(buckets), ""
 
 
+def read_switch() -> str:
+    """Return the value of the environment's switch. Raises ConfigError if it is neither 0 nor 1."""
+    text = os.environ.get(SWITCH, "1")
+    if text not in ("0", "1"):
+        raise ConfigError(f"{SWITCH}={text} is neither 0 nor 1; set it to 0, or unset it")
+    return text
+
+
 def map_slots(
     axis: Axis,
     buffers: Sequence[ParamAndGradBuffer],
@@ -255,13 +264,13 @@ def map_slots(
     slots: MappedSlots | None = None
     reason = ""
     try:
-        if os.environ.get(SWITCH, "1") == "0":
+        if read_switch() == "0":
             raise RuntimeError(f"{SWITCH}=0")
         pages = device_pages.make_pages(axis, device)
         if MIN_SHARD_PAGES * pages.page_bytes > MIN_MAPPED_BYTES:
             raise RuntimeError(f"pages have {pages.page_bytes} bytes")
         slots = MappedSlots(axis, pages, buffers, units, buckets)
-    except Exception as error:  # any failure makes the mapping unavailable on all ranks
+    except Exception as error:  # any failure makes the mapping unavailable on all ranks, and the start-up line names it
         reason = _describe(error)
     reason = symmetric.find_failure(reason, axis, device)
     if reason or slots is None:
