@@ -292,3 +292,22 @@ def name_process_group(name: str) -> Iterator[None]:
         yield
     finally:
         c10d._process_group_name = original  # type: ignore[attr-defined]
+
+
+@contextmanager
+def register_lone_group(store: dist.Store, name: str) -> Iterator[None]:
+    """Let torch find a group of this process alone by `name` inside this block. The group has no backend.
+
+    Args:
+        store: store of the group.
+    """
+    bindings = importlib.import_module("torch._C._distributed_c10d")
+    if not hasattr(bindings, "_register_process_group") or not hasattr(bindings, "_unregister_process_group"):
+        raise _missing("torch._C._distributed_c10d._register_process_group and _unregister_process_group")
+    group = dist.ProcessGroup(store, 0, 1)
+    group._set_group_name(name)
+    bindings._register_process_group(name, group)
+    try:
+        yield
+    finally:
+        bindings._unregister_process_group(name)

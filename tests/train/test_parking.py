@@ -281,14 +281,6 @@ def test_an_order_to_leave_releases_waits_for_peers_and_a_parked_process_stops_t
     assert (status.phase, status.exit.kind) == (PARKED, ExitKind.LOST_PEER)
 
 
-@pytest.mark.parametrize("has_exchange", [False, True])
-def test_a_process_with_exchanges_between_gpus_ends_with_its_attempt(has_exchange: bool, parking, exchange) -> None:
-    parked, _ = parking
-    parked.note_exchanges([exchange] if has_exchange else [])
-    assert parked.decide_stay(LeaveAttempt("the rank leaves the attempt after step 7")) != has_exchange
-    assert ("cannot meet those of a new process" in parked.doubt) == has_exchange
-
-
 def test_a_process_whose_device_has_failed_ends_instead_of_parking(parking, exchange, tmp_path, monkeypatch):
     parked, _ = parking
     assert parked.decide_stay(LeaveAttempt("the rank leaves the attempt after step 7"))

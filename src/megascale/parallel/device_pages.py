@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from megascale import torch_private
+from megascale.parallel import rendezvous_numbers
 from megascale.parallel.collectives import Axis
 
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -191,7 +192,7 @@ class DevicePages:
 
     def open_peers(self, block: SharedBlock) -> list[torch.Tensor]:
         memory = block.memory
-        handle = torch_private.symmetric_memory.rendezvous(memory, self._axis.group.group_name)
+        handle = rendezvous_numbers.rendezvous(memory, self._axis.group.group_name)
         self._owners.append((memory, handle))
         return [handle.get_buffer(rank, memory.shape, torch.uint8) for rank in range(self._axis.size)]
 

@@ -21,6 +21,7 @@ from megascale import torch_private
 from megascale.ops.dispatch import HAS_TRITON
 from megascale.ops.peer_max import RELEASED, WORD_BYTES, PeerMax
 from megascale.ops.peer_sum import PeerSum
+from megascale.parallel import rendezvous_numbers
 from megascale.parallel.collectives import Axis
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.exchange_buffers import count_buffer_bytes, count_lent_bytes
@@ -192,7 +193,7 @@ def _allocate(
     buffer = torch_private.symmetric_memory.empty(layout.nbytes, dtype=torch.uint8, device=device)
     buffer.zero_()
     torch.cuda.synchronize(device)
-    handle = torch_private.symmetric_memory.rendezvous(buffer, axis.group.group_name)
+    handle = rendezvous_numbers.rendezvous(buffer, axis.group.group_name)
     dist.barrier(axis.group)  # the flags of all ranks are zero before a rank writes one
     memory = [handle.get_buffer(rank, buffer.shape, torch.uint8) for rank in range(axis.size)]
     words = [rank_memory[layout.peer_max_start : layout.peer_sum_stop].view(torch.int64) for rank_memory in memory]

@@ -411,7 +411,6 @@ class Trainer:
         self.engine = self.retention.make_engine(earlier_choices, self.feed.fields)
         if self.parking is not None:
             self.engine.runtime.check_orders = self.parking.check
-            self.parking.note_exchanges(self.engine.list_exchanges())
         self.data = StepData(self.feed, self.engine.runtime)
         self._stopwatch.end_phase("engine")
         self.checkpointer = self.retention.make_checkpointer(self.engine, early_slots)

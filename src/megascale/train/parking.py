@@ -56,7 +56,6 @@ from megascale.train.warm_up import warm_up
 
 if TYPE_CHECKING:
     from megascale.checkpoint.background.staging import StagingSlot
-    from megascale.parallel.exchange import Exchange
     from megascale.train.engine import Engine
 
 log = logging.getLogger("megascale.train")
@@ -335,16 +334,6 @@ class Parking:
         """Store why the process must end with its present attempt. Only the first reason is kept."""
         if not self.doubt:
             self.doubt = doubt
-
-    def note_exchanges(self, exchanges: Sequence[Exchange]) -> None:
-        """Let the process end with its attempt if its engine has exchanges of memory between GPUs.
-
-        torch numbers the rendezvous of symmetric memory per process. A process that stays counts on, and a new process
-        begins with 0, so each waits for keys of the store that the other never writes. Two H200 stood still for that
-        (dev/log.md, "a survivor with exchanges").
-        """
-        if exchanges:
-            self.add_doubt("its exchanges of memory between GPUs cannot meet those of a new process")
 
     def decide_stay(self, error: BaseException) -> bool:
         """Decide whether the process stays after the error that ends its attempt, and return the decision.

@@ -20,6 +20,7 @@ from megascale.checkpoint.live_state import LiveState
 from megascale.checkpoint.object_collectives import Peers
 from megascale.core.batch import SampleFields
 from megascale.core.layout import Layout
+from megascale.parallel.rendezvous_numbers import align_rendezvous
 from megascale.train import replay_response
 from megascale.train.attempt import Attempt
 from megascale.train.attention_choice import Choices
@@ -84,6 +85,7 @@ class StateRetention:
             earlier_choices, fields: as for `Engine`.
         """
         self._attempt.await_predecessors()
+        self._align_rendezvous()
         # Without a state to load, the run starts at step 0, for which only a new engine draws the initial weights.
         can_rejoin = self._parking is not None and self._attempt.number > 1 and self._can_load()
         retained = None
@@ -116,6 +118,16 @@ class StateRetention:
             if can_rejoin and retained is None:
                 cache_first_step(self._layout.config, self._rank_info.world, self._rank_info.device)
         return engine
+
+    def _align_rendezvous(self) -> None:
+        """Let exchanges between GPUs of new processes meet those of processes that have survived. Collective."""
+        device = self._rank_info.device
+        if self._parking is None or self._attempt.number <= 1 or self._rank_info.world == 1 or device.type != "cuda":
+            return
+        peers = Peers()
+        count = align_rendezvous(lambda number: peers.all_gather(number, int), device)
+        if count:
+            log.info("this process has made %d rendezvous of GPU memory with itself, to have the others' number", count)
 
     def _take_engine(self, retained: RetainedState, *, can_rejoin: bool) -> Engine | None:
         """Take slots, state and engine out of `retained`. Return None if the engine does not fit this attempt."""
