@@ -4,6 +4,8 @@
 
 Rank 0 meets itself several times, like a process that has survived an attempt. Afterwards the ranks align their numbers
 and map each other's memory. Prints the seconds, and ends with 1 if a rank reads wrong values.
+
+Ranks share the machine's GPUs if there are fewer, with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ def main() -> int:
     if "LOCAL_RANK" not in os.environ:
         exit_with("WORLD_SIZE=1, and ranks meet in groups of two or more; run torchrun --nproc-per-node 2")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    dist.init_process_group("gloo")
 
     def all_gather(value: int) -> list[int]:
         rows = [torch.empty(1, dtype=torch.int64) for _ in range(world)]
