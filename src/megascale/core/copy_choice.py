@@ -1,19 +1,26 @@
 """Choice between copy engines and collectives for the units of ZeRO-2 and 3 (overlap.gathers, overlap.reductions).
 
 The choice is made from the settings alone. The trainer also falls back to collectives with `auto` if the GPUs cannot
-map each other's memory.
+map each other's memory, and to copies of own shards if the driver cannot map them into slots.
 """
 
 from __future__ import annotations
 
+import os
+
 from megascale.config import Config
 from megascale.config.axes import AXES
 from megascale.core.grid import Grid
+from megascale.errors import ConfigError
+
+SHARD_SWITCH = "MEGASCALE_MAPPED_SHARDS"  # environment variable; 0: copy own shards, for measurements
 
 # Least tokens of a rank's micro-batch for which overlap.reductions=auto chooses copies of float32 gradients. With 8,192
 # tokens and the sizes of Llama 3.2 3B copies are 2% faster than collectives, with 2,048 tokens and GPT 13B 3% slower.
 # Sizes in between are not measured (dev/log.md, 2026-11-28 and 2026-11-27).
 COPIED_REDUCTION_TOKENS = 4096
+# Why own shards are copied next to float8 gathers.
+FLOAT8_SLOTS = "slots of float8 gathers hold transposes too"
 
 
 def explain_collective_gathers(config: Config, grid: Grid) -> str:
@@ -22,6 +29,34 @@ def explain_collective_gathers(config: Config, grid: Grid) -> str:
     if requested == "auto" and config.parallel.zero != 3:
         return f"parallel.zero={config.parallel.zero} gathers no units"
     return _explain_collectives("gathers", requested, grid)
+
+
+def explain_copied_shards(config: Config, grid: Grid, gathers_in_float8: bool) -> str:
+    """Return why a gather of ZeRO-3 copies the rank's own shard into the slot, or "" if the slot contains the shard.
+
+    Shards with few bytes are copied all the same (core/mapped_layout.py).
+
+    Args:
+        gathers_in_float8: whether matrices are gathered in float8.
+    """
+    if config.parallel.zero != 3:
+        return f"parallel.zero={config.parallel.zero} gathers no units"
+    collectives = explain_collective_gathers(config, grid)
+    if collectives:
+        return collectives
+    if gathers_in_float8:
+        return FLOAT8_SLOTS
+    if read_shard_switch() == "0":
+        return f"{SHARD_SWITCH}=0"
+    return ""
+
+
+def read_shard_switch() -> str:
+    """Return the value of SHARD_SWITCH. Raises ConfigError if it is neither 0 nor 1."""
+    text = os.environ.get(SHARD_SWITCH, "1")
+    if text not in ("0", "1"):
+        raise ConfigError(f"{SHARD_SWITCH}={text} is neither 0 nor 1; set it to 0, or unset it")
+    return text
 
 
 def explain_collective_reductions(config: Config, grid: Grid) -> str:
