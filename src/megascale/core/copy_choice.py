@@ -6,6 +6,7 @@ map each other's memory, and to copies of own shards if the driver cannot map th
 
 from __future__ import annotations
 
+import math
 import os
 
 from megascale.config import Config
@@ -63,6 +64,7 @@ def explain_collective_reductions(config: Config, grid: Grid) -> str:
     """Return why collectives reduce the gradients of units, or "" if copy engines do."""
     requested = config.overlap.reductions
     if requested == "auto":
+        # The first two conditions are those of `find_copied_reduction_tokens`.
         if config.parallel.zero != 3:
             return f"overlap.reductions=auto chooses them with parallel.zero=3, not {config.parallel.zero}"
         if config.parallel.reduce_dtype != "float32":
@@ -71,6 +73,19 @@ def explain_collective_reductions(config: Config, grid: Grid) -> str:
         if tokens < COPIED_REDUCTION_TOKENS:
             return f"collectives are faster with micro-batches of fewer than {COPIED_REDUCTION_TOKENS:,} tokens"
     return _explain_collectives("reductions", requested, grid)
+
+
+def find_copied_reduction_tokens(config: Config) -> float:
+    """Return the least tokens of a rank's micro-batch for which copies reduce units within a host; infinity for never.
+
+    A search of layouts knows the settings before it knows the tokens.
+    """
+    if config.overlap.reductions == "copies":
+        return 0
+    has_default_type = config.parallel.reduce_dtype == "float32"
+    if config.overlap.reductions == "auto" and config.parallel.zero == 3 and has_default_type:
+        return COPIED_REDUCTION_TOKENS
+    return math.inf
 
 
 def _explain_collectives(key: str, requested: str, grid: Grid) -> str:

@@ -279,8 +279,8 @@ def _list_unpriced(scenario: Scenario) -> tuple[str, ...]:
         notes.append("data.document_mask: attention is priced over whole sequences, which takes longer")
     if scenario.config.optimizer.offload:
         notes.append("optimizer.offload moves state over the host's bus in each update, which has no price")
-    if scenario.config.parallel.zero3_keep_layers:
-        notes.append("parallel.zero3_keep_layers saves gathers, which the price of ZeRO-3 includes all the same")
+    if scenario.config.parallel.zero3_keep_layers and not scenario.software.unit_slots:
+        notes.append("parallel.zero3_keep_layers saves gathers of this engine only")
     if scenario.uses_closed_form_only_features:
         notes.append("experts: not compared with any measured step, and not counted in the memory")
     if scenario.config.parallel.context > 1:
