@@ -66,7 +66,7 @@ def explain_collective_reductions(config: Config, grid: Grid) -> str:
     if requested == "auto":
         # The first two conditions are those of `find_copied_reduction_tokens`.
         if config.parallel.zero != 3:
-            return f"overlap.reductions=auto chooses them with parallel.zero=3, not {config.parallel.zero}"
+            return f"overlap.reductions=auto chooses copies with parallel.zero=3, not {config.parallel.zero}"
         if config.parallel.reduce_dtype != "float32":
             return f"with parallel.reduce_dtype={config.parallel.reduce_dtype} copies round a rank's own gradients too"
         tokens = config.model.sequence_length // grid.context * config.train.micro_batch
