@@ -15,7 +15,7 @@ from megascale.core.copy_choice import SHARD_SWITCH
 from megascale.errors import ConfigError, FitError
 from megascale.simulate.calibration import Calibration, load_calibration
 from megascale.simulate.case import Case
-from megascale.simulate.closed import compute_step_parts
+from megascale.simulate.closed import BUCKETS, compute_step_parts
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.effective import (
     FaultRates,
@@ -287,6 +287,16 @@ def test_parameters_travel_as_the_configuration_gathers_them():
     assert float(compute_stage_times(H200, halved).scatter) == float(compute_stage_times(H200, plain).scatter)
     for peer in (scenario(), scenario(float8, "parallel.zero=0"), scenario("train.linear_precision=float8_rowwise")):
         assert peer.make_case().gather_bytes == 2
+
+
+def test_reductions_of_each_micro_batch_slow_the_backwards():
+    """ZeRO-2 without a pipeline is slower than ZeRO-1, by the cluster's slow-down next to all but the last bucket."""
+    settings = "model.layers=8", "train.micro_batch=1"
+    each, once = (estimate_step(scenario(*settings, f"parallel.zero={zero}")) for zero in (2, 1))
+    scatter = float(compute_stage_times(H200, scenario(*settings, "parallel.zero=1").make_case()).scatter)
+    slowed = 8 * scatter * (BUCKETS - 1) / BUCKETS
+    slowdown = H200.overlap.slowdown
+    assert each.seconds - once.seconds == pytest.approx(slowdown / (1 + slowdown) * slowed)
 
 
 def test_kept_layers_save_their_gathers():

@@ -188,7 +188,9 @@ def _find_offload_flags(scenario: Scenario) -> str:
     from megascale.simulate.defaults import format_flags, rank_layouts
 
     config = scenario.config
-    if has_experts(config.model) or config.optimizer.name != "adamw":
+    # With many GPUs the search takes a minute, and state in host memory saves little per GPU.
+    is_single_host = scenario.gpus <= config.parallel.gpus_per_host
+    if not is_single_host or has_experts(config.model) or config.optimizer.name != "adamw":
         return ""
     optimizer = config.optimizer.model_copy(update={"offload": True})
     try:

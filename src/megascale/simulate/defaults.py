@@ -182,11 +182,11 @@ def rank_layouts(scenario: Scenario, report: Callable[[str], None] = lambda text
                 recompute=RECOMPUTE_KINDS,
             )
             has_divisible = True
-            fastest = find_fastest(layouts, variant.config, variant, scenario.gpus, count=1, report=report_layout)
-            for estimate in fastest:
+            if zero != SHARDINGS[0]:
                 # With one data-parallel rank all values of parallel.zero are the same layout.
-                if zero == SHARDINGS[0] or estimate.scenario.layout.grid.shards > 1:
-                    candidates.append(_keep_layers(estimate, scenario.gpus))
+                layouts = layouts.select(layouts.data * layouts.context > 1)
+            fastest = find_fastest(layouts, variant.config, variant, scenario.gpus, count=1, report=report_layout)
+            candidates += [_keep_layers(estimate, scenario.gpus) for estimate in fastest]
         except (FitError, ConfigError) as error:
             reasons.append(str(error))
     if not candidates and has_divisible:

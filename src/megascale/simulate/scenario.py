@@ -88,8 +88,12 @@ class Scenario:
         """
         return max(self.experts, self.top_k, self.expert_parallel) > 1
 
-    def make_case(self) -> Case:
-        """Return the case with which both levels compute. Raises FitError if sizes do not divide."""
+    def make_case(self, counts_gathers: bool = True) -> Case:
+        """Return the case with which both levels compute. Raises FitError if sizes do not divide.
+
+        Args:
+            counts_gathers: whether to count the gathers of ZeRO-3, which takes milliseconds if units are chunks.
+        """
         layout = self.layout
         parallel = self.config.parallel
         layers_by_stage = self.count_chunk_layers().sum(axis=1)
@@ -111,7 +115,7 @@ class Scenario:
             last_layers=float(layers_by_stage[last_stage]),
             micro_batch_group_size=parallel.micro_batch_group_size or 0,
             context=parallel.context,
-            gather_share=self._compute_gather_share(layout),
+            gather_share=self._compute_gather_share(layout) if counts_gathers else 1.0,
             experts=self.experts,
             top_k=self.top_k,
             expert_parallel=self.expert_parallel,

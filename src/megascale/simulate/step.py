@@ -132,11 +132,12 @@ def estimate_step(
     Raises FitError if sizes do not divide or memory is insufficient, and ConfigError if the level, the cluster or the
     calibration does not support the configuration.
     """
-    case = scenario.make_case()
+    case = scenario.make_case(counts_gathers=False)
     constants = scenario.calibration.constants
     _check_level(scenario, level)
     memory = scenario.memory_gib()
     _check_fit(scenario, case, memory, check_memory=check_memory)
+    case = scenario.make_case()  # only if it fits, because counting gathers takes time
     _check_rates(scenario)
     scenario.layout.schedule()  # raises an error if the schedule deadlocks
     closed_parts = compute_step_parts(scenario.cluster, case, constants, network)
