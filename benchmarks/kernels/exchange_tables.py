@@ -24,7 +24,7 @@ def print_results(record: dict[str, Any]) -> None:
         f"{record['replays']} replays."
     )
     if record["error"]:
-        console.print(record["error"])
+        console.print(record["error"], soft_wrap=True, markup=False)
     console.print(make_rate_table(record))
     console.print(make_end_table(record))
 
@@ -68,7 +68,7 @@ def print_variants(record: dict[str, Any]) -> None:
         f"{REPLAYS} replays."
     )
     if record["error"]:
-        console.print(record["error"])
+        console.print(record["error"], soft_wrap=True, markup=False)
     if record["floors"]:
         floors = record["floors"]
         console.print(

@@ -109,10 +109,10 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     if measured:
         first = measured[0]
         versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
-        console.print(f"{first['device']}, {versions}, {first['date']}; MFU: {first['mfu_convention']}")
+        console.print(f"{first['device']}, {versions}, {first['date']}; MFU: {first['mfu_convention']}", soft_wrap=True)
     for row in rows:
         if "failed" in row or "cut" in row:
-            console.print(describe_row(row), markup=False)
+            console.print(describe_row(row), soft_wrap=True, markup=False)
 
 
 def format_optional(value: float | None, form: str) -> str:

@@ -138,6 +138,7 @@ def load_shape_config(overrides: list[str]) -> Config:
 
 def print_result(result: dict[str, Any]) -> None:
     """Print the figures of `measure_training`'s result as a table."""
+    from rich.markup import escape
     from rich.table import Table
 
     from megascale.bench.gpu_watch import summarize_samples
@@ -178,5 +179,5 @@ def print_result(result: dict[str, Any]) -> None:
             rows.append(("", result["watch_trouble"]))
     rows += [("active", f"{op}: {choice}") for op, choice in result["active"].items()]
     for label, value in rows:
-        table.add_row(f"[dim]{label}[/dim]", value)
+        table.add_row(f"[dim]{label}[/dim]", escape(value))
     OutputConsole(highlight=False).print(table)
