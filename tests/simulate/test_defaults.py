@@ -57,7 +57,7 @@ def test_a_preset_alone_is_planned_and_its_flags_repeat_the_plan(preset):
 
 def test_layouts_are_compared_by_sharding_and_keep_as_many_layers_as_fit():
     """GPT 13B on four H100s fits with ZeRO-2, and with ZeRO-3 and kept layers."""
-    settings = ["model.preset=gpt-13b", "train.precision=bfloat16", "model.vocab_size=50304"]
+    settings = ["model.preset=gpt-13b", "train.precision=bfloat16"]
     scenario = make_scenario(load(None, settings), 4, DEFAULT_CLUSTER)
     scenario = replace(scenario, cluster=set_value(scenario.cluster, "gpu", "memory_gib", 80.0))
     estimates = rank_layouts(scenario)

@@ -165,8 +165,8 @@ def search(
         console = make_console()
         searched = layout_finder.describe(zero_values)
         console.print(f"searched: {searched}, {shares[0]:.0%} effective training time", soft_wrap=True)
-        days = [result.days(tokens) / share for result, share in zip(results, shares, strict=True)]
-        render.print_layouts(results, console, title, days)
+        days_by_layout = [result.days(tokens) / share for result, share in zip(results, shares, strict=True)]
+        render.print_layouts(results, console, title, days_by_layout)
         render.print_assumptions([best], console)
         render.print_cost(costs[0], console)
         print_skipped(skipped, console)
