@@ -32,6 +32,7 @@ from megascale.core.status import PARKED, StatusFile
 from megascale.observe.hang.evidence import read_process_state
 from megascale.resilience import rules
 from megascale.resilience.agent import early_processes, process_usage
+from megascale.resilience.agent.early_processes import EarlyProcesses
 from megascale.resilience.agent.foreign_program import ForeignProgram
 from megascale.resilience.agent.fork_server_link import ForkServerLink
 from megascale.resilience.agent.fork_server_process import LOG_FILE, start_fork_server
@@ -924,3 +925,22 @@ def test_the_entry_module_of_an_agent_imports_nothing_that_delays_its_fork_serve
     modules = set(result.stdout.split())
     assert "megascale.resilience.agent.fork_server_process" in modules
     assert not modules & {"asyncio", "msgspec", "pydantic", "torch", "megascale.config", "megascale.services"}
+
+
+def test_a_process_whose_request_was_dropped_does_not_serve_a_later_request() -> None:
+    """The later request may name another GPU."""
+    killed: list[int] = []
+    early = EarlyProcesses(are_standby=True, kill=killed.append)
+    assert early.reserve(0)
+    early.end_all()  # before the fork
+    assert early.reserve(0)
+    early.add(0, 11)
+    early.add(0, 12)
+    assert (killed, early.pids) == ([11], {0: 12})
+    early.end(0)
+    assert early.reserve(0)
+    early.end_all()
+    early.forget()  # the fork server has ended, and reports no process of the dropped request
+    assert early.reserve(0)
+    early.add(0, 13)
+    assert (killed, early.pids) == ([11, 12], {0: 13})

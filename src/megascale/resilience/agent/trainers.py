@@ -131,7 +131,7 @@ class Trainers:
         # No report of these ends will arrive. The wait status of a killed process is the signal's number.
         for trainer in self.list_running():
             trainer.end(signal.SIGKILL, by_agent=True)
-        self._early.pids = {}
+        self._early.forget()
         self._dying.forget_server()
 
     def _list_processes(self) -> list[int]:
