@@ -944,3 +944,33 @@ def test_a_process_whose_request_was_dropped_does_not_serve_a_later_request() ->
     assert early.reserve(0)
     early.add(0, 13)
     assert (killed, early.pids) == ([11, 12], {0: 13})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_an_order_to_a_fork_server_that_has_just_ended_is_reported_by_its_end(tmp_path: Path) -> None:
+    """An order to stop would otherwise fail, and the driver would get no answer."""
+
+    async def run() -> list[str]:
+        ended = asyncio.Event()
+        link = ForkServerLink(tmp_path / LOG_FILE, lambda message: None, ended.set)
+        link.start(["csv"])
+        assert link.process is not None
+        try:
+            link.end_reason = "the lease has expired"
+            link.process.kill()
+            link.process.wait()
+            link.send(Instruct(1, b"order\n"))  # before the event loop sees the end
+            await asyncio.wait_for(ended.wait(), 30)
+            reasons = [link.describe_end()]
+            link.end_reason = "the lease has expired"
+            link.kill()
+            link.start(["csv"])
+            link.process.kill()
+            reasons.append(link.describe_end())
+            return reasons
+        finally:
+            link.kill()
+
+    reasons = asyncio.run(run())
+    assert reasons[0] == "the lease has expired"
+    assert reasons[1].endswith("ended with signal SIGKILL"), "the reason of an earlier server does not count"

@@ -76,9 +76,8 @@ class ForkServerLink:
         started = self._started
         self._started = None
         if started is not None and started.modules != tuple(modules):
-            started.process.kill()
-            started.process.wait()
             started.socket.close()
+            _kill_server(started.process)
             started = None
         if started is None:
             started = start_fork_server(self._log_file, modules)
@@ -87,6 +86,7 @@ class ForkServerLink:
         self._socket = started.socket
         self.is_ready = False
         self.start_failure = None
+        self.end_reason = ""  # an earlier server may have ended without ranks that needed its reason
         self._read_task = asyncio.get_running_loop().create_task(self._read_reports(started.socket))
 
     def disconnect(self) -> None:
@@ -102,20 +102,18 @@ class ForkServerLink:
         """Kill the server. The kernel ends the server's ranks with it."""
         self.disconnect()
         if self.process is not None:
-            self.process.kill()
-            try:
-                self.process.wait(_KILL_SECONDS)
-            except subprocess.TimeoutExpired:
-                log.warning("the killed fork server (process %d) has not ended", self.process.pid)
+            _kill_server(self.process)
         self.process = None
 
     def send(self, order: Fork | Instruct) -> None:
-        """Send an order to the server."""
+        """Send an order to the server. A server that has ended gets no order, and `on_end` reports its end."""
         assert self._socket is not None
         # Blocking is safe, because the socket's buffer has space for the orders of all ranks.
         self._socket.setblocking(True)
         try:
             self._socket.sendall(TO_FORK_SERVER.encode_frame(order))
+        except (BrokenPipeError, ConnectionResetError) as error:
+            log.warning("an order did not reach the fork server: %s", error)
         finally:
             self._socket.setblocking(False)
 
@@ -161,3 +159,12 @@ class ForkServerLink:
         elif isinstance(message, Broken):
             self.start_failure = message
         self.on_report(message)
+
+
+def _kill_server(process: subprocess.Popen[bytes]) -> None:
+    """Kill a fork server, and wait at most _KILL_SECONDS for its end."""
+    process.kill()
+    try:
+        process.wait(_KILL_SECONDS)
+    except subprocess.TimeoutExpired:
+        log.warning("the killed fork server (process %d) has not ended", process.pid)
