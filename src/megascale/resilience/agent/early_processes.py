@@ -56,6 +56,15 @@ class EarlyProcesses:
         else:
             self._kill(pid)
 
+    def fail(self, rank: int, error: str) -> None:
+        """Record that the process of a request could not be created. The rank gets no standby process as in `drop`."""
+        log.warning("no process could be created to replace rank %d: %s", rank, error)
+        if self._abandoned[rank]:
+            self._abandoned[rank] -= 1
+        elif self.pids.get(rank) == 0:
+            del self.pids[rank]
+            self.failed_ranks.add(rank)
+
     def drop(self, message: Ended) -> None:
         """Forget an early process that has ended. Its rank gets no standby process until the next attempt.
 
