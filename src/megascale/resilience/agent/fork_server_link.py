@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megascale.core.failure import FailureLog
+from megascale.core.failure import FailureLog, describe_exit
 from megascale.resilience.agent.fork_server_process import ForkServerProcess, start_fork_server
 from megascale.resilience.protocol.fork_messages import (
     FROM_FORK_SERVER,
@@ -123,11 +122,7 @@ class ForkServerLink:
         # The server may close its socket shortly before it ends.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)
-        code = self.process.returncode or 0
-        if code < 0:
-            description = f"signal {signal.Signals(-code).name}"
-        else:
-            description = f"exit code {code}"
+        description = describe_exit(self.process.returncode or 0)
         reason = self.end_reason or f"its fork server (process {self.process.pid}) ended with {description}"
         self.end_reason = ""
         return reason
