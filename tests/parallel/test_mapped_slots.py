@@ -134,6 +134,7 @@ def test_units_with_small_shards_only_are_not_mapped() -> None:
     large = PlannedUnit(1, (4 * MIN_MAPPED_BYTES,))
     large_bytes = count_mapped_bytes((large,), 2)
     small_bytes = 2 * (MIN_MAPPED_BYTES - 128) + 2 * MIN_MAPPED_BYTES  # two shards, and a slot in complete pages
+    assert large_bytes is not None
     assert count_mapped_bytes((small, small, large), 2) == large_bytes + small_bytes
 
 
