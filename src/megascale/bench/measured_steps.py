@@ -81,7 +81,8 @@ def join_groups(config: Config, name_suffix: str = "") -> tuple[RankInfo, Groups
     """
     from megascale.core.layout import lay_out
     from megascale.rendezvous.start_job import initialise
-    from megascale.train.rank_info import check_local_ranks, find_rank_info
+    from megascale.train.host_check import check_local_ranks
+    from megascale.train.rank_info import find_rank_info
 
     rank_info = find_rank_info(config)
     check_local_ranks(lay_out(config, rank_info.world), rank_info, saves_checkpoints=False)
