@@ -205,19 +205,22 @@ def measure_steps(
     if rank_info.rank == 0:
         monitor.make_result = make_result
     with close_engine_at_end(engine):
-        with watcher or contextlib.nullcontext():
-            _time_steps(
-                engine,
-                samples,
-                steps,
-                warmup=warmup,
-                gc_interval=config.train.gc_interval,
-                records=step_records,
-                monitor=monitor,
-            )
+        try:
+            with watcher or contextlib.nullcontext():
+                _time_steps(
+                    engine,
+                    samples,
+                    steps,
+                    warmup=warmup,
+                    gc_interval=config.train.gc_interval,
+                    records=step_records,
+                    monitor=monitor,
+                )
+        finally:
+            monitor.exchange_bytes = engine.count_exchange_bytes()
         next_step = warmup + steps + 1
         if device.type == "cuda":
-            _measure_memory(engine, device, device_records)
+            _measure_memory(monitor.exchange_bytes, device, device_records)
             _measure_gemm_rate(device, device_records, gemm_seconds)
             # With a pipeline, a device also waits for the messages of other stages.
             if config.parallel.pipeline == 1:
@@ -273,10 +276,10 @@ def _measure_gemm_rate(device: torch.device, records: _DeviceRecords, seconds: f
         records.gemm_rates.append(measure_sustained_gemm_rate(device, seconds))
 
 
-def _measure_memory(engine: Engine, device: torch.device, records: _DeviceRecords) -> None:
+def _measure_memory(exchange_bytes: int, device: torch.device, records: _DeviceRecords) -> None:
     import torch
 
-    records.exchange_memory_gib = engine.count_exchange_bytes() / 2**30
+    records.exchange_memory_gib = exchange_bytes / 2**30
     records.peak_memory_gib = torch.cuda.max_memory_allocated(device) / 2**30 + records.exchange_memory_gib
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     records.used_memory_gib = (total_bytes - free_bytes) / 2**30
