@@ -595,8 +595,11 @@ class Trainers:
             workers.append(describe_worker(trainer))
         return tuple(workers)
 
-    def read_stages(self) -> dict[int, tuple[str, bool]]:
-        """Return the stage of each running rank: its phase, and whether it has completed a step of this attempt.
+    def read_stages(self) -> dict[int, tuple[str, bool, int]]:
+        """Return the stage of each running rank.
+
+        A stage has the phase, whether the rank has completed a step of this attempt, and the number of silences that
+        have ended (TrainerProcess.ended_silences).
 
         The caller sends a heartbeat at once if a stage has changed.
         """
@@ -605,7 +608,7 @@ class Trainers:
         for trainer in self.list_running():
             self._read_progress(trainer)
             if trainer.progress is not None:
-                stages[trainer.rank] = (trainer.progress.phase, trainer.has_stepped)
+                stages[trainer.rank] = (trainer.progress.phase, trainer.has_stepped, trainer.ended_silences)
         self._end_needless_replacements()
         self._start_standby_processes()
         return stages
