@@ -34,6 +34,7 @@ from megascale.core.process_orders import (
     Resume,
     encode_order,
 )
+from megascale.errors import TrainingError
 from megascale.resilience.agent.attempt_orders import (
     RESUMED_VARIABLES,
     explain_change,
@@ -206,7 +207,12 @@ class Trainers:
             token: token of the job. The token of replicas derives from it unless the agent's environment has one.
         """
         parked_pids = self._take_parked_trainers(order)
-        assert len(parked_pids) == len(self.list_running()), "the previous attempt has not ended"
+        running_count = len(self.list_running())
+        if len(parked_pids) != running_count:
+            raise TrainingError(
+                f"attempt {order.attempt} cannot start: of {running_count} processes of the attempt before, "
+                f"{running_count - len(parked_pids)} still train"
+            )
         ended_trainers = self.trainers.values() if self._keeps_processes else ()
         replacement_reasons = self._replacement_reasons.take(ended_trainers)
         early_pids = self._take_early_processes(order, parked_pids)
