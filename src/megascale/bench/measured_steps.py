@@ -420,6 +420,8 @@ def _profile_step(engine: Any, samples: RandomSamples, step: int, *, out: Path, 
     with profile(activities=activities, acc_events=True) as profiler:
         engine.start_gather()
         engine.step(samples.read_batch, step, LEARNING_RATE, has_next_step=True, sum_weights=samples.sum_weights)
+        # The next step's gathers have begun. torch records their ends in the profiler, and crashes after its end.
+        engine.synchronize()
         if is_cuda:
             torch.cuda.synchronize()
     if rank != 0:
