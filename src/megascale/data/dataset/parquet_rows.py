@@ -69,7 +69,7 @@ def read_rows(
                     batch = next(batches, None)
                 if batch is None:
                     break
-                for text in batch.column(0).to_pylist():
+                for text in _list_values(batch.column(0)):
                     # The rows of a piece share its bytes evenly.
                     row_bytes = (row + 1) * size // rows - row * size // rows
                     row += 1
@@ -79,6 +79,16 @@ def read_rows(
         if getattr(error, "errno", None):
             raise
         raise DataError(f"input {path} is damaged ({error}); copy it again or leave it out") from None
+
+
+def _list_values(column: Any) -> list[Any]:
+    """Return the values of a column. If a text is not UTF-8, return bytes, so that only that text is skipped."""
+    try:
+        values: list[Any] = column.to_pylist()
+    except UnicodeDecodeError:
+        arrow = _import_arrow()
+        values = column.cast(arrow.large_binary()).to_pylist()
+    return values
 
 
 def _check_column(path: Path, key: str, names: Sequence[str]) -> None:
