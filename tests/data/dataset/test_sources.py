@@ -363,7 +363,8 @@ def test_a_text_file_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch) ->
     (tmp_path / "a.txt").write_bytes(b"y" * 900)
     assert documents(tmp_path / "a.txt") == ["y" * 900]
     (tmp_path / "a.txt").write_bytes(bytes(2000))  # what is not text is left out, however long it is
-    assert left_out(tmp_path / "a.txt") == {source_files.NOT_UTF8: 1}
+    reason = "files (.txt that is not UTF-8: convert it with `iconv -f ENCODING -t UTF-8`)"
+    assert left_out(tmp_path / "a.txt") == {reason: 1}
 
 
 def test_a_small_file_takes_little_memory(tmp_path: Path) -> None:
@@ -456,6 +457,7 @@ def test_links_and_files_that_are_named_twice(tmp_path: Path) -> None:
         ("a.jsonl.bz2", "files (.bz2 is not read: compress it with gzip or zstd instead)"),
         ("a.tar.gz", "files (.tar.gz is not read: unpack it)"),
         ("a.arrow", "files (.arrow is not read: convert it to parquet)"),
+        ("a.csv.gz", "files (.csv that is not UTF-8: convert it with `iconv -f ENCODING -t UTF-8`)"),
         ("a.png", source_files.NOT_UTF8),
     ],
 )
