@@ -81,9 +81,11 @@ def test_random_documents_fill_the_samples(capsys):
     assert plain["documents"] is None
     rates = [figures["tokens_per_second_per_device"] / figures["mfu"] for figures in (result, plain)]
     assert rates[0] > rates[1]  # fewer FLOPs per token
+    result["active"]["attention"] = "sdpa (flash4: run pip install -e '.[flash4]')"
     train_bench.print_result(result)
     output = capsys.readouterr().out
     assert "per micro-batch, with" in output
+    assert "pip install -e '.[flash4]'" in output
     assert "documents as sequences of their own" in output
     with pytest.raises(ConfigError, match=r"--mean-document=1: .*--data.max_documents="):
         measured_steps.measure_training(config, 1, 1, None, mean_document=1)
