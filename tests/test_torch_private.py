@@ -131,11 +131,12 @@ def test_private_names_are_used_in_one_file() -> None:
     ]
     assert _private_uses(ast.parse("from torch._C import x\nfrom torch import _y\n")) == ["torch._C.x", "torch._y"]
     source = ROOT / "src" / "megascale"
-    used = {
-        str(file.relative_to(source)): names
-        for file in sorted(source.rglob("*.py"))
-        if file.name != "torch_private.py" and (names := _private_uses(ast.parse(file.read_text())))
-    }
+    used = {}
+    for file in sorted(source.rglob("*.py")):
+        text = file.read_text()
+        # Parsing takes a millisecond per page. A file without the word uses nothing of torch.
+        if file.name != "torch_private.py" and "torch" in text and (names := _private_uses(ast.parse(text))):
+            used[str(file.relative_to(source))] = names
     assert used == {}
 
 

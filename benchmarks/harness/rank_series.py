@@ -99,6 +99,7 @@ class ItemOutcome:
         partial: figures of the steps before the time limit ended the item; None without a timed step, and if the item
             was complete or failed for another reason.
         error: the first failure, "" if no rank failed.
+        end_error: why a rank could not leave its groups after the result, "" if all ranks did.
         peak_gib: peak of the device's memory in tensors and exchanges, by rank, without what earlier items left.
             None on a CPU.
         leftover_gib: device memory that the item did not free, the largest of all ranks; None on a CPU.
@@ -107,6 +108,7 @@ class ItemOutcome:
     result: dict[str, Any] | None = None
     partial: dict[str, Any] | None = None
     error: str = ""
+    end_error: str = ""
     peak_gib: list[float | None] = field(default_factory=list)
     leftover_gib: float | None = None
 
@@ -203,7 +205,10 @@ class RankSeries:
             self.is_lost = outcome.leftover_gib > MAX_LEFTOVER_GIB
         lost = [f"rank {rank}: {state['error']}" for rank, state in enumerate(states) if state["error"]]
         if lost:
-            outcome.error = outcome.error or lost[0]
+            if outcome.result is None or outcome.error:
+                outcome.error = outcome.error or lost[0]
+            else:
+                outcome.end_error = lost[0]
             self.is_lost = True
         return outcome
 

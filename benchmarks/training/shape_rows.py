@@ -74,6 +74,8 @@ def describe_row(row: dict[str, Any]) -> str:
         parts.append(f"after {row['earlier_shapes']} other shapes in the same processes")
     if row.get("cut"):
         parts.append(row["cut"])
+    if row.get("end_error"):
+        parts.append(f"after its result: {row['end_error']}")
     return f"{name}: {', '.join(parts)}"
 
 
@@ -111,7 +113,7 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
         versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
         console.print(f"{first['device']}, {versions}, {first['date']}; MFU: {first['mfu_convention']}", soft_wrap=True)
     for row in rows:
-        if "failed" in row or "cut" in row:
+        if "failed" in row or "cut" in row or "end_error" in row:
             console.print(describe_row(row), soft_wrap=True, markup=False)
 
 

@@ -305,6 +305,8 @@ def measure_task(
             row["cut"] = outcome.error
     if figures is not None:
         row |= figures
+        if outcome.end_error:
+            row["end_error"] = outcome.end_error
         row |= summarise_peaks(outcome.peak_gib)
     else:
         row["failed"] = outcome.error or "no rank returned a result"

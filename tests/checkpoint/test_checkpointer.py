@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megascale.checkpoint.checkpointer import Checkpointer, StoredState
+from megascale.checkpoint.chunk_source import LoadReport
 from megascale.checkpoint.format.step_folders import is_marked_damaged, list_commits, read_identity, steps
-from megascale.checkpoint.loader import LoadReport
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import CheckpointConfig
 from megascale.errors import DataError

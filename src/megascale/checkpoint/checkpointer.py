@@ -24,11 +24,12 @@ from megascale.checkpoint.background.load_from_memory import (
 )
 from megascale.checkpoint.background.snapshot import Snapshots
 from megascale.checkpoint.background.staging import SaveOutcome, StagingSlot
+from megascale.checkpoint.chunk_source import LoadReport
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.chunks import TensorShard
 from megascale.checkpoint.format.commit import Commit
 from megascale.checkpoint.live_state import LivePlan, LiveState, load_live, plan_live_load
-from megascale.checkpoint.loader import AcceptState, LoadReport, load, warn
+from megascale.checkpoint.loader import AcceptState, load, warn
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.saver import save_to_storage
 from megascale.checkpoint.storage.base import Storage

@@ -15,12 +15,14 @@ from megascale.data.dataset.data_checks import (
     check_data,
     check_entry,
     compare_fingerprints,
+    find_repeated_data,
     find_trained_validation,
     fingerprint_sources,
     list_skipped_text,
 )
 from megascale.data.dataset.file_hash import fingerprint_file
 from megascale.data.dataset.indexed import IndexedWriter
+from megascale.data.dataset.samples import SampleSource
 from megascale.data.tokenizer.tokenizer import train_tokenizer
 from megascale.errors import ConfigError, DataError
 from tests.data.sample_sources import check_run, plan_host_of
@@ -182,3 +184,35 @@ def test_notes_name_text_that_is_left_out_and_validation_on_trained_tokens(tmp_p
     copy = write(tmp_path / "copy", 99)
     [note] = find_trained_validation(configured(tmp_path, valid, train, valid=copy).data)
     assert note.startswith(f"data.valid={copy} has the tokens of {train} in data.train")
+
+
+def test_a_repeated_token_file_has_a_note(tmp_path: Path) -> None:
+    first, copy, other = write(tmp_path / "first", 99), write(tmp_path / "copy", 99), write(tmp_path / "other", 98)
+    assert find_repeated_data(configured(tmp_path, first, other).data) == []
+    [note] = find_repeated_data(configured(tmp_path, first, other, copy).data)
+    assert note.startswith(f"data.train has text of {first} again in {copy}, so samples are repeated within an epoch")
+    [note] = find_repeated_data(configured(tmp_path, other, other, weights=[1, 2]).data)
+    assert f"{other} again in {other}" in note
+
+
+def test_weighted_text_in_two_entries_is_repeated_and_not_left_out(tmp_path: Path) -> None:
+    """Without weights the text of all entries is one stream, which reads each file once."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    text = folder / "a.txt"
+    text.write_text("some text\n" * 9)
+    entries = [str(folder), str(text)]
+    plain, weighted = configured(tmp_path, *entries).data, configured(tmp_path, *entries, weights=[1, 2]).data
+    assert list_skipped_text(plain) == ["data.train leaves out files (named twice): 1"]
+    assert find_repeated_data(plain) == []
+    assert list_skipped_text(weighted) == []
+    assert find_repeated_data(weighted)[0].startswith(f"data.train has text of {folder} again in {text}")
+
+
+def test_weights_whose_sum_is_infinite_are_shares_like_others(tmp_path: Path) -> None:
+    files = [write(tmp_path / "first", 99), write(tmp_path / "other", 98)]
+    huge = SampleSource(configured(tmp_path, *files, weights=[1e308, 1e308]).data, 8, vocab_size=None, seed=1)
+    equal = SampleSource(configured(tmp_path, *files, weights=[1, 1]).data, 8, vocab_size=None, seed=1)
+    assert huge.find_sample_ids(0, 20).tolist() == equal.find_sample_ids(0, 20).tolist()
+    with pytest.raises(ConfigError, match=r"1\.0 is less than 1e-05 of their sum"):
+        SampleSource(configured(tmp_path, *files, weights=[1, 1e308]).data, 8, vocab_size=None, seed=1)

@@ -521,3 +521,41 @@ def test_a_key_beyond_ascii_that_occurs_twice_is_refused(tmp_path: Path, second:
     file.write_text('{"größe": "a", "' + second + '": "b"}\n')
     with pytest.raises(DataError, match=r"a\.jsonl, line 1 has the key 'größe' twice; keep one"):
         documents(file, key="größe")
+
+
+def test_strings_in_parquet_that_are_not_utf8_are_skipped_and_counted(tmp_path: Path) -> None:
+    """Arrow stores any bytes as strings. Python cannot decode half of a surrogate pair or Latin-1."""
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    invalid = arrow.array([b"caf\xe9", b"\xed\xa0\x80"]).view(arrow.string())
+    strings = arrow.concat_arrays([arrow.array(TEXTS), invalid])
+    columns = {"string": strings, "view": strings.cast(arrow.string_view()), "dictionary": strings.dictionary_encode()}
+    for name, column in columns.items():
+        file = tmp_path / f"{name}.parquet"
+        parquet.write_table(arrow.table({"text": column}), file)
+        assert documents(file) == TEXTS
+        (piece,) = cut_pieces(find_files([file]), 1 << 20)
+        reasons = Counter(item.skipped for item in read_documents(piece, "text"))
+        assert reasons == {"": len(TEXTS), sources.RECORD_NOT_UTF8: len(invalid)}
+
+
+def test_a_parquet_column_with_a_point_in_its_name_is_not_a_field_of_another(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    fields = [{"body": f"other {i}"} for i in range(len(TEXTS))]
+    parquet.write_table(arrow.table({"page": fields, "page.body": TEXTS}), tmp_path / "a.parquet")
+    (piece,) = cut_pieces(find_files([tmp_path / "a.parquet"]), 1 << 20)
+    assert [record.text for record in read_documents(piece, "page.body")] == TEXTS
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "one.json"])
+def test_integers_beyond_the_limit_of_python_are_valid_json(tmp_path: Path, name: str) -> None:
+    record = b'{"id": ' + b"9" * 5000 + b', "text": "a"}'
+    contents = {
+        "a.jsonl": record + b"\n" + record,
+        "a.json": b"[" + record + b",\n" + record + b"]",
+        "one.json": record,
+    }
+    (tmp_path / name).write_bytes(contents[name])
+    assert set(documents(tmp_path / name)) == {"a"}
+    assert not left_out(tmp_path / name)

@@ -19,7 +19,7 @@ from megascale.data.dataset.held_out import HeldOut
 from megascale.data.dataset.indexed import IndexedDataset
 from megascale.data.dataset.manifest import check_sampled_tokens, read_manifest
 from megascale.data.prepare.chat_builder import build_chat
-from megascale.data.prepare.conversations import encode_lines, read_lines
+from megascale.data.prepare.conversations import encode_lines, parse_conversation, read_lines
 from megascale.data.tokenizer.chat_template import (
     CHATML,
     ChatTemplate,
@@ -525,3 +525,11 @@ def test_a_key_that_occurs_twice_is_refused(line, key, folder, tmp_path) -> None
     (tmp_path / "a.jsonl").write_bytes(line)
     with pytest.raises(DataError, match=rf"a\.jsonl, line 1, {key}: the key occurs twice"):
         list(encode_lines(read_lines([tmp_path / "a.jsonl"]), load_tokenizer(folder / "tokenizer.json"), None))
+
+
+def test_an_integer_beyond_the_limit_of_python_is_named(tmp_path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"prompt": "a", "completion": "b", "id": ' + b"9" * 5000 + b"}\n")
+    [line] = read_lines([file])
+    with pytest.raises(DataError, match=r"line 1, the record: it has an integer of 5,000 characters; write it as a st"):
+        parse_conversation(line)

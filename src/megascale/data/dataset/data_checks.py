@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing
 from itertools import islice
@@ -135,7 +136,7 @@ def check_run_data(
     check_tokenizers(data, sequence_length, vocab_size)
     notes = check_text(data)
     if is_leader:  # these open all files once more, and only the leader's notes are printed
-        notes += list_skipped_text(data) + find_trained_validation(data)
+        notes += list_skipped_text(data) + find_repeated_data(data) + find_trained_validation(data)
     record = run / "samples" / SOURCES_FILE
     fingerprints = fingerprint_sources(data)
     if consumed:
@@ -158,14 +159,41 @@ def list_skipped_text(data: DataConfig) -> list[str]:
     entries = [Path(entry) for entry in data.train if is_text(entry)]
     if not entries:
         return []
-    files, skipped = source_files.find_files_and_skipped(entries)
-    for file in files:
-        if reason := source_files.find_binary_reason(file):
-            skipped[reason] = skipped.get(reason, 0) + 1
+    # Without weights all text is one stream, which reads each file once. With weights each entry is a stream.
+    streams = [entries]
+    if data.weights is not None:
+        streams = [[entry] for entry in entries]
+    skipped: Counter[str] = Counter()
+    for stream in streams:
+        files, skipped_files = source_files.find_files_and_skipped(stream)
+        skipped.update(skipped_files)
+        skipped.update(reason for file in files if (reason := source_files.find_binary_reason(file)))
     if not skipped:
         return []
     counts = ", ".join(f"{reason}: {count}" for reason, count in skipped.items())
     return [f"data.train leaves out {counts}"]
+
+
+def find_repeated_data(data: DataConfig) -> list[str]:
+    """Return a note if a token file, or with data.weights a file of text, is in two entries of data.train."""
+    entry_by_file: dict[str | Path, str] = {}  # the first entry that has the file
+    for entry in data.train:
+        files: set[str | Path]
+        if not is_text(entry):
+            # A copy of a token file is repeated data too.
+            files = {fingerprint_file(list_token_files(entry)[0])}
+        elif data.weights is not None:
+            files = {file.path.resolve() for file in source_files.find_files([Path(entry)])}
+        else:
+            continue
+        for file in files:
+            first_entry = entry_by_file.setdefault(file, entry)
+            if first_entry != entry or data.train.count(entry) > 1:
+                return [
+                    f"data.train has text of {first_entry} again in {entry}, so samples are repeated within an epoch; "
+                    "remove one of them, or ignore this line if the repetition is intended"
+                ]
+    return []
 
 
 def find_trained_validation(data: DataConfig) -> list[str]:

@@ -14,6 +14,11 @@ _SPACE = " \t\r\n"
 _NEAR_END = 32  # characters
 
 
+def parse_record(text: str | bytes) -> Any:
+    """Parse the JSON of a record of text. Integers become floats, since Python refuses integers above 4,300 digits."""
+    return json.loads(text, parse_int=float)
+
+
 class JsonValue(NamedTuple):
     """A JSON value.
 
@@ -48,7 +53,7 @@ def has_repeated_key(text: str | bytes, key: str) -> bool:
         return sum(1 for name, _ in pairs if name == key)
 
     # The hook is also called for objects within the record, whose results are values of the pairs.
-    key_count = json.loads(text, object_pairs_hook=count_key)
+    key_count = json.loads(text, object_pairs_hook=count_key, parse_int=float)
     return isinstance(key_count, int) and key_count > 1
 
 
@@ -97,7 +102,7 @@ class _Reader:
         if key is not None:
             self._quoted_forms = quote_key(key)
         self._utf8 = codecs.getincrementaldecoder("utf-8-sig")()
-        self._json = json.JSONDecoder()
+        self._json = json.JSONDecoder(parse_int=float)
         self._text = ""
         self._position = 0
         self._input_bytes = 0

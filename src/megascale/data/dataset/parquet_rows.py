@@ -69,7 +69,7 @@ def read_rows(
                     batch = next(batches, None)
                 if batch is None:
                     break
-                for text in _list_values(batch.column(0)):
+                for text in _list_values(arrow, batch.column(key)):
                     # The rows of a piece share its bytes evenly.
                     row_bytes = (row + 1) * size // rows - row * size // rows
                     row += 1
@@ -81,14 +81,15 @@ def read_rows(
         raise DataError(f"input {path} is damaged ({error}); copy it again or leave it out") from None
 
 
-def _list_values(column: Any) -> list[Any]:
-    """Return the values of a column. If a text is not UTF-8, return bytes, so that only that text is skipped."""
+def _list_values(arrow: Any, column: Any) -> list[Any]:
+    """Return the values of a column. Strings are returned as bytes if one of them is not UTF-8."""
     try:
-        values: list[Any] = column.to_pylist()
+        return column.to_pylist()
     except UnicodeDecodeError:
-        arrow = _import_arrow()
-        values = column.cast(arrow.large_binary()).to_pylist()
-    return values
+        # Writers in other languages store any bytes as strings. The reader of records skips the invalid ones.
+        if arrow.types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        return column.cast(arrow.large_binary()).to_pylist()
 
 
 def _check_column(path: Path, key: str, names: Sequence[str]) -> None:

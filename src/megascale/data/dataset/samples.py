@@ -123,7 +123,10 @@ class SampleSource:
         self._document_readers = self._plan_documents()
         self._window_counts = [self._count_windows(file_index) for file_index in range(len(self.files))]
         weights = data.weights
-        if weights is not None and min(weights) < MIN_WEIGHT_SHARE * sum(weights):
+        # Divide by the largest weight first, because the sum of huge weights may be infinite.
+        if weights is not None and min(weights) / max(weights) < MIN_WEIGHT_SHARE * sum(
+            weight / max(weights) for weight in weights
+        ):
             raise ConfigError(
                 f"data.weights={weights}: {min(weights)} is less than {MIN_WEIGHT_SHARE:g} of their sum; leave that "
                 "file out"

@@ -17,14 +17,13 @@ piece.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megascale.core.untrusted_files import is_lfs_pointer
-from megascale.data.dataset.json_values import TooLongError
+from megascale.data.dataset.json_values import TooLongError, parse_record
 from megascale.data.dataset.line_ranges import RECORD_LIMIT, split_lines
 from megascale.data.dataset.metered_files import find_compression, read_chunks
 from megascale.data.dataset.parquet_rows import split_row_groups
@@ -189,7 +188,7 @@ def _find_json_kind(path: Path) -> str:
         try:
             first = next(line for line, _, _ in lines if line.strip())
             begins_with_brace = first.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"{"
-            if not begins_with_brace or not isinstance(json.loads(first), dict):
+            if not begins_with_brace or not isinstance(parse_record(first), dict):
                 return "json"
             has_second_line = any(line.strip() for line, _, _ in lines)
             return "lines" if has_second_line else "json"

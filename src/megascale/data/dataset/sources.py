@@ -6,7 +6,6 @@ A text file is one document. A JSON record or a parquet row holds one document u
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +15,7 @@ from megascale.data.dataset.json_values import (
     RepeatedKeyError,
     TooLongError,
     has_repeated_key,
+    parse_record,
     quote_key,
     read_values,
 )
@@ -215,7 +215,7 @@ def _parse_json(line: bytes, location: str, offset: int, *, is_compressed: bool)
         offset: offset of the line in the file, after decompression.
     """
     try:
-        return json.loads(line)
+        return parse_record(line)
     except (ValueError, RecursionError) as error:
         problem = describe_invalid_utf8(line, offset, "of the unpacked file" if is_compressed else "of the file")
         if problem:

@@ -151,7 +151,7 @@ def parse_conversation(line: Line) -> Conversation:
 
 def _parse_json(data: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(data, object_pairs_hook=_make_object)
+        record = json.loads(data, object_pairs_hook=_make_object, parse_int=_parse_integer)
     except _RecordError:
         raise
     except (ValueError, RecursionError) as error:
@@ -164,6 +164,16 @@ def _parse_json(data: bytes) -> dict[str, Any]:
     if b"\\u" in data or _MARK_BYTES in data:
         _check_unicode(record)
     return record
+
+
+def _parse_integer(digits: str) -> int:
+    """Return an integer. Raises _RecordError if it is longer than Python's limit."""
+    try:
+        return int(digits)
+    except ValueError:
+        raise _RecordError(
+            "the record", f"it has an integer of {len(digits):,} characters; write it as a string, or remove it"
+        ) from None
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -56,6 +56,7 @@ from megascale.resilience.protocol.agent_messages import Start
 from megascale.resilience.protocol.fork_messages import (
     Ended,
     Forked,
+    ForkFailed,
     Instruct,
 )
 from megascale.resilience.protocol.heartbeat import Worker
@@ -132,7 +133,7 @@ class Trainers:
         # No report of these ends will arrive. The wait status of a killed process is the signal's number.
         for trainer in self.list_running():
             trainer.end(signal.SIGKILL, by_agent=True)
-        self._early.pids = {}
+        self._early.forget()
         self._dying.forget_server()
 
     def _list_processes(self) -> list[int]:
@@ -183,6 +184,8 @@ class Trainers:
             if message.rank in self.trainers:
                 self.trainers[message.rank].pid = message.pid
                 self._dying.record(self._list_processes())
+        elif isinstance(message, ForkFailed):
+            self._record_fork_failure(message)
         elif isinstance(message, Ended) and message.pid in self._dying.pids:
             self._dying.pids.discard(message.pid)  # `note_kills` has recorded this end
             # The process may have reported an exception before it was killed, such as one for lack of memory.
@@ -197,6 +200,14 @@ class Trainers:
                     self._start_early_process(trainer)
             self._early.drop(message)
         self._on_change()
+
+    def _record_fork_failure(self, message: ForkFailed) -> None:
+        """Record that a rank's process could not be created."""
+        if message.attempt == _NO_ATTEMPT:
+            self._early.fail(message.rank, message.error)
+        elif message.attempt == self.attempt and message.rank in self.trainers:
+            trainer = self.trainers[message.rank]
+            trainer.end(_FAILED_STATUS, record=message.record, error=message.error, tail=message.error)
 
     # an attempt -----------------------------------------------------------------------------------------------------
 
