@@ -100,7 +100,8 @@ class ItemOutcome:
             was complete or failed for another reason.
         error: the first failure, "" if no rank failed.
         end_error: why a rank could not leave its groups after the result, "" if all ranks did.
-        peak_gib: peak of the device's allocated memory, by rank, without what earlier items left; None on a CPU.
+        peak_gib: peak of the device's memory in tensors and exchanges, by rank, without what earlier items left.
+            None on a CPU.
         leftover_gib: device memory that the item did not free, the largest of all ranks; None on a CPU.
     """
 
@@ -183,7 +184,7 @@ class RankSeries:
         gc.collect()
         peak_gib = read_peak_gib()
         if peak_gib is not None:
-            peak_gib -= allocated_before_gib
+            peak_gib += current.exchange_gib - allocated_before_gib
         steps = self._exchange(prefix, "steps", {"error": error_text, "result": result, "peak_gib": peak_gib})
         failed = any(state["error"] for state in steps)
         if failed:
@@ -304,6 +305,13 @@ class Item:
     def watch_steps(self, monitor: StepMonitor) -> None:
         """Print the lines of the monitor also between steps, and publish its figures at the time limit."""
         self._monitor = monitor
+
+    @property
+    def exchange_gib(self) -> float:
+        """This rank's memory for exchanges between GPUs, which torch's statistics do not count."""
+        if self._monitor is None:
+            return 0.0
+        return self._monitor.exchange_bytes / 2**30
 
     def check(self) -> None:
         """Raise TrainingError if the item must end, for ranks without a group that an abort would end."""

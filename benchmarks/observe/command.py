@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-from benchmarks.harness.temporary import temporary_folder
+from benchmarks.harness.temporary import require_folder, temporary_folder
 from megascale.core import strict_json
 
 PARTS = ("ingest", "kills", "cost", "device", "whatif", "stragglers", "decline")
@@ -137,6 +137,8 @@ def observe(
     axes = straggler_bench.axes(layout)
     record: dict[str, Any] = {"date": date.today().isoformat()}
     missed: list[str] = []
+    if folder is not None:
+        require_folder(folder)
     with temporary_folder() as temporary:
         location = folder or Path(temporary)
         if "ingest" in expected:

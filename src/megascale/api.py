@@ -145,9 +145,10 @@ def train(config: Config) -> TrainResult:
     """
     from megascale.core.layout import lay_out
     from megascale.train.claim import record_refusal
+    from megascale.train.host_check import check_local_ranks
     from megascale.train.loop import Trainer
     from megascale.train.parking import is_waiting_for_first_attempt, open_parking
-    from megascale.train.rank_info import check_local_ranks, find_rank_info, has_bfloat16
+    from megascale.train.rank_info import find_rank_info, has_bfloat16
     from megascale.train.resume import check_adapter_base
 
     parking = open_parking()  # None unless the launcher has asked for it

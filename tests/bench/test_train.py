@@ -27,6 +27,26 @@ def test_too_few_cores_are_said_before_any_rank_starts(megascale, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_profiled_step_waits_for_its_gathers_before_the_profiler_ends(tmp_path):
+    """torch records the end of a collective in the profiler in which it began, and crashes if that one has ended."""
+    torch = pytest.importorskip("torch")
+    recorded = []
+
+    class Engine:
+        def start_gather(self):
+            recorded.append(("gather", torch.autograd._profiler_enabled()))
+
+        def step(self, *arguments, **options):
+            recorded.append(("step", torch.autograd._profiler_enabled()))
+
+        def synchronize(self):
+            recorded.append(("synchronize", torch.autograd._profiler_enabled()))
+
+    samples = RandomSamples(Batch(torch.zeros(2, 1), torch.zeros(2, 1)))
+    measured_steps._profile_step(Engine(), samples, 4, out=tmp_path / "trace.json", rank=1, is_cuda=False)
+    assert recorded == [("gather", True), ("step", True), ("synchronize", True)]
+
+
 def test_what_the_host_takes_is_without_its_waits_for_the_device(monkeypatch):
     """The clock stands still but for what is told: 2 s of launching, and 5 s of waiting for the device each time."""
     torch = pytest.importorskip("torch")

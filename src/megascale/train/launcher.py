@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from megascale.checkpoint.background.service_memory import measure_service_memory
 from megascale.config import Config
 from megascale.core import run_lock
 from megascale.core.addresses import STORE_LISTENER_VARIABLE
@@ -108,10 +109,19 @@ def check_host_fits(layout: Layout, *, holds_model: bool = True, saves_checkpoin
         has_gpus = torch.cuda.device_count() > 0
         if config.train.device == "cuda" and not has_gpus:
             raise ConfigError("train.device=cuda but this host has no CUDA device; use --train.device=cpu or auto")
-    check_host(
-        layout,
-        HostShare(world, 0, world, uses_gpus=has_gpus, has_model=holds_model, writes_checkpoints=saves_checkpoints),
+    reused_bytes = 0
+    if saves_checkpoints:
+        reused_bytes = measure_service_memory(config)
+    share = HostShare(
+        world,
+        first_rank=0,
+        ranks=world,
+        uses_gpus=has_gpus,
+        has_model=holds_model,
+        writes_checkpoints=saves_checkpoints,
+        reused_bytes=reused_bytes,
     )
+    check_host(layout, share)
 
 
 def launch(

@@ -36,7 +36,7 @@ from megascale.resilience.agent.early_processes import EarlyProcesses
 from megascale.resilience.agent.foreign_program import ForeignProgram
 from megascale.resilience.agent.fork_server_link import ForkServerLink
 from megascale.resilience.agent.fork_server_process import LOG_FILE, start_fork_server
-from megascale.resilience.agent.rank_programs import MegascaleTrainer, Progress, TrainerProcess
+from megascale.resilience.agent.rank_programs import LONG_SILENCE, MegascaleTrainer, Progress, TrainerProcess
 from megascale.resilience.agent.trainers import Trainers
 from megascale.resilience.process_birth import read_birth_time
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Start
@@ -750,7 +750,7 @@ def test_a_rank_that_loads_has_completed_no_step(tmp_path: Path) -> None:
         status.update(phase, step)
         stages.append(local.read_stages()[0])
     status.close()
-    assert stages == [("load", False), ("train", False), ("train", True), ("evaluate", True)]
+    assert stages == [("load", False, 0), ("train", False, 0), ("train", True, 0), ("evaluate", True, 0)]
 
 
 def kill_ranks_with_standby(tmp_path: Path, settings: str) -> tuple[list[int], list[int]]:
@@ -850,6 +850,23 @@ def test_the_next_heartbeat_comes_once_all_ranks_have_stood_still(tmp_path: Path
     assert local.compute_next_silence(3.0) == math.inf  # an earlier heartbeat has reported it
     local.trainers[0].end(0)
     assert 0.0 < local.compute_next_silence(10.0) <= 1.0
+
+
+def test_a_rank_that_continues_after_a_silence_has_another_stage(tmp_path: Path) -> None:
+    """The heartbeat that follows tells the driver of the move at once. Otherwise it may end a job that continues."""
+    (tmp_path / "node").mkdir()
+    local = Trainers(tmp_path / "run", tmp_path / "node", lambda: None)
+    trainer = TrainerProcess(0, tmp_path / "log", 0, pid=os.getpid())
+    local.trainers = {0: trainer}
+    status = StatusFile(tmp_path / "run" / "status", 0)
+    stages = []
+    for step, silence in ((5, 60.0), (6, LONG_SILENCE - 1.0), (7, LONG_SILENCE + 0.1), (8, 0.0)):
+        trainer.progress_time = time.monotonic() - silence
+        status.update("train", step)
+        stages.append(local.read_stages()[0])
+    status.close()
+    # The first report ends no silence.
+    assert [silences for _, _, silences in stages] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("continues", [False, True])

@@ -56,7 +56,6 @@ from megascale.checkpoint.background.staging import (
     SnapshotCopy,
     StagingSlot,
     choose_slot,
-    count_slots,
     make_rank_index,
     wait_for,
 )
@@ -70,6 +69,7 @@ from megascale.checkpoint.storage.base import PAGE
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import CheckpointConfig
 from megascale.core.exit_record import ExitKind, attach_record, find_exit_record
+from megascale.core.host_memory import count_slots
 from megascale.core.stopwatch import Stopwatch
 from megascale.errors import FitError, MegascaleError, TrainingError
 from megascale.services.conversation import Conversation, close_descriptors

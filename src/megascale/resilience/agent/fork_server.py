@@ -259,7 +259,8 @@ def report_exception(pipe: int, error: BaseException) -> None:
     text = _to_utf8(describe_error(error)).encode()[:_CHILD_ERROR_BYTES].decode(errors="ignore")
     message = LastWords(os.getpid(), find_exit_record(error), text)
     data = FROM_CHILD.encode_frame(message)
-    assert len(data) <= select.PIPE_BUF, "larger messages are not written atomically"
+    if len(data) > select.PIPE_BUF:  # larger messages are not written atomically
+        data = FROM_CHILD.encode_frame(LastWords(os.getpid(), NO_RECORD, type(error).__name__))
     with contextlib.suppress(OSError):
         os.write(pipe, data)
 

@@ -34,6 +34,7 @@ from megascale.core.process_orders import (
     Resume,
     encode_order,
 )
+from megascale.errors import TrainingError
 from megascale.resilience.agent.attempt_orders import (
     RESUMED_VARIABLES,
     explain_change,
@@ -217,7 +218,12 @@ class Trainers:
             token: token of the job. The token of replicas derives from it unless the agent's environment has one.
         """
         parked_pids = self._take_parked_trainers(order)
-        assert len(parked_pids) == len(self.list_running()), "the previous attempt has not ended"
+        running_count = len(self.list_running())
+        if len(parked_pids) != running_count:
+            raise TrainingError(
+                f"attempt {order.attempt} cannot start: of {running_count} processes of the attempt before, "
+                f"{running_count - len(parked_pids)} still train"
+            )
         ended_trainers = self.trainers.values() if self._keeps_processes else ()
         replacement_reasons = self._replacement_reasons.take(ended_trainers)
         early_pids = self._take_early_processes(order, parked_pids)
@@ -606,8 +612,11 @@ class Trainers:
             workers.append(describe_worker(trainer))
         return tuple(workers)
 
-    def read_stages(self) -> dict[int, tuple[str, bool]]:
-        """Return the stage of each running rank: its phase, and whether it has completed a step of this attempt.
+    def read_stages(self) -> dict[int, tuple[str, bool, int]]:
+        """Return the stage of each running rank.
+
+        A stage has the phase, whether the rank has completed a step of this attempt, and the number of silences that
+        have ended (TrainerProcess.ended_silences).
 
         The caller sends a heartbeat at once if a stage has changed.
         """
@@ -616,7 +625,7 @@ class Trainers:
         for trainer in self.list_running():
             self._read_progress(trainer)
             if trainer.progress is not None:
-                stages[trainer.rank] = (trainer.progress.phase, trainer.has_stepped)
+                stages[trainer.rank] = (trainer.progress.phase, trainer.has_stepped, trainer.ended_silences)
         self._end_needless_replacements()
         self._start_standby_processes()
         return stages
