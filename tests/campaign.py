@@ -48,14 +48,15 @@ def select_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
         unknown = find_unknown_names([item.nodeid for item in items], campaign)
         if unknown:
             raise pytest.UsageError(f"tests/campaign.toml has {unknown}, which no test is; correct or remove the names")
-    selected = []
+    selected, removed = [], []
     for item in items:
         if item.nodeid in config.args or not is_of_campaign(item.nodeid, campaign):
             selected.append(item)
         elif HAS_ALL_CASES:
             item.add_marker("campaign")
             selected.append(item)
-    removed = [item for item in items if item not in set(selected)]
+        else:
+            removed.append(item)
     if removed:
         config.hook.pytest_deselected(items=removed)
         items[:] = selected

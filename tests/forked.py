@@ -78,7 +78,7 @@ context.set_forkserver_preload(
         "rich._emoji_codes",  # loaded by the first table that is printed
         "encodings.utf_8_sig",  # loaded by the first configuration file
         "typer._adapters",  # loaded by the first command that is parsed
-        "megascale.cli.output_console",
+        "megascale.core.output_console",
         "megascale.simulate.planner.layout_cost",  # loaded by a training that describes its layout
         "megascale.api",
         "megascale.cli.launch",

@@ -59,9 +59,9 @@ def choose(script: ModuleType, records: dict[str, Any], seconds: dict[str, float
 
 
 def test_the_cheapest_tests_with_all_pairs_stay(script: ModuleType) -> None:
-    records = {f"t.py::f[{a}{b}]": make_record([1], tensor=a, zero=b) for a in "23" for b in "03"}
+    records = {f"t.py::f[{a}{b}]": make_record([1], tensor=a, data=b) for a in "23" for b in "23"}
     assert choose(script, records, dict.fromkeys(records, 1.0)) == set(records)
-    records["u.py::f[again]"] = make_record([1], tensor="3", zero="3", pipeline="1")
+    records["u.py::f[again]"] = make_record([1], tensor="3", data="3", pipeline="1")
     seconds = dict.fromkeys(records, 1.0) | {"t.py::f[33]": 2.0}
     assert choose(script, records, seconds) == set(records) - {"t.py::f[33]"}
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from benchmarks.harness.temporary import require_folder
 from megascale.core import strict_json
 from megascale.errors import ConfigError
 
@@ -45,7 +46,7 @@ def checkpoint(
     from rich.console import Console
 
     console = Console()
-    folder.mkdir(parents=True, exist_ok=True)
+    require_folder(folder)
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=folder) as name:
         figures = _measure(console, Path(name), parts.split(","), gigabytes, repeats, replicas, preset, layout)
         if "stall" in parts.split(","):

@@ -14,6 +14,7 @@ from typing import Any
 import typer
 
 from benchmarks.checkpoint.command import describe_machine
+from benchmarks.harness.temporary import require_folder
 from megascale.core import strict_json
 from megascale.errors import TrainingError
 
@@ -66,6 +67,7 @@ def import_model(
     from rich.table import Table
 
     console = Console()
+    require_folder(folder)
     with tempfile.TemporaryDirectory(prefix="bench-import-", dir=folder) as name:
         root = Path(name)
         base = _measure_imports(root)

@@ -27,6 +27,7 @@ from typing import Any
 import typer
 
 from benchmarks.harness import usage
+from benchmarks.harness.temporary import require_folder
 from megascale.core import strict_json
 from megascale.core.layout import lay_out
 
@@ -67,6 +68,8 @@ def main(
     if unknown:
         raise typer.BadParameter(f"{unknown.pop()!r} is not one of {', '.join(SOURCES)}")
     check_processes("--ranks", ranks, TRAINER_BYTES)
+    if folder is not None:
+        require_folder(folder)
     with tempfile.TemporaryDirectory(dir=folder) as location:
         result = measure(Path(location), source, ranks, batches, steps, repeat)
         _show(console, result)

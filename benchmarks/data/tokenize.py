@@ -27,6 +27,8 @@ from typing import Any
 
 import typer
 
+from benchmarks.harness.temporary import require_folder
+
 TARGET = 0.8
 _SYLLABLES = ("ba", "co", "du", "fen", "gi", "hol", "ka", "lem", "mi", "nor", "pa", "qui", "ro", "sta", "tu", "ver")
 
@@ -51,6 +53,8 @@ def main(
     from rich.table import Table
 
     console = Console()
+    if folder is not None:
+        require_folder(folder)
     with tempfile.TemporaryDirectory(dir=folder) as location:
         result = measure(Path(location), size * 1_000_000, cores, vocab_size)
     table = Table("what", "seconds", "MB/s", "share", "CPU seconds", "share")

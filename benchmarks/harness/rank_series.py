@@ -99,13 +99,16 @@ class ItemOutcome:
         partial: figures of the steps before the time limit ended the item; None without a timed step, and if the item
             was complete or failed for another reason.
         error: the first failure, "" if no rank failed.
-        peak_gib: peak of the device's allocated memory, by rank, without what earlier items left; None on a CPU.
+        end_error: why a rank could not leave its groups after the result, "" if all ranks did.
+        peak_gib: peak of the device's memory in tensors and exchanges, by rank, without what earlier items left.
+            None on a CPU.
         leftover_gib: device memory that the item did not free, the largest of all ranks; None on a CPU.
     """
 
     result: dict[str, Any] | None = None
     partial: dict[str, Any] | None = None
     error: str = ""
+    end_error: str = ""
     peak_gib: list[float | None] = field(default_factory=list)
     leftover_gib: float | None = None
 
@@ -181,7 +184,7 @@ class RankSeries:
         gc.collect()
         peak_gib = read_peak_gib()
         if peak_gib is not None:
-            peak_gib -= allocated_before_gib
+            peak_gib += current.exchange_gib - allocated_before_gib
         steps = self._exchange(prefix, "steps", {"error": error_text, "result": result, "peak_gib": peak_gib})
         failed = any(state["error"] for state in steps)
         if failed:
@@ -202,7 +205,10 @@ class RankSeries:
             self.is_lost = outcome.leftover_gib > MAX_LEFTOVER_GIB
         lost = [f"rank {rank}: {state['error']}" for rank, state in enumerate(states) if state["error"]]
         if lost:
-            outcome.error = outcome.error or lost[0]
+            if outcome.result is None or outcome.error:
+                outcome.error = outcome.error or lost[0]
+            else:
+                outcome.end_error = lost[0]
             self.is_lost = True
         return outcome
 
@@ -299,6 +305,13 @@ class Item:
     def watch_steps(self, monitor: StepMonitor) -> None:
         """Print the lines of the monitor also between steps, and publish its figures at the time limit."""
         self._monitor = monitor
+
+    @property
+    def exchange_gib(self) -> float:
+        """This rank's memory for exchanges between GPUs, which torch's statistics do not count."""
+        if self._monitor is None:
+            return 0.0
+        return self._monitor.exchange_bytes / 2**30
 
     def check(self) -> None:
         """Raise TrainingError if the item must end, for ranks without a group that an abort would end."""

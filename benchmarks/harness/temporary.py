@@ -1,4 +1,4 @@
-"""A temporary folder for runs: services of a run that has ended may still write there for a moment."""
+"""Folders for runs: a temporary one, in which services of an ended run may still write, or one of the user."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+from megascale.errors import ConfigError
 
 GRACE_SECONDS = 10.0  # seconds in which who still writes is waited for
 
@@ -20,6 +23,21 @@ def temporary_folder(prefix: str = "megascale-bench-") -> Iterator[str]:
         yield name
     finally:
         _remove(name)
+
+
+def require_folder(folder: Path) -> Path:
+    """Return the folder of --folder, made if it is missing. Raises ConfigError if its parent is not a folder.
+
+    A mistyped path would otherwise create folders, and test another disk than the one meant.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--folder={folder} is a file; choose a folder")
+    if not folder.absolute().parent.is_dir():
+        raise ConfigError(
+            f"--folder={folder}: {folder.absolute().parent} is not a folder; create it, or choose another folder"
+        )
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def _remove(name: str) -> None:

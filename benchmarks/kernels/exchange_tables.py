@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.kernels.exchange_operations import GRAPH_CALLS, MEGABYTES, OPERATIONS, REPLAYS
 from benchmarks.kernels.exchange_ranks import SCENARIOS
+from megascale.core.output_console import OutputConsole
 
 
 def print_results(record: dict[str, Any]) -> None:
     """Print the tables of rates and of ended peers."""
-    console = Console(highlight=False, width=140)
+    console = OutputConsole(highlight=False)
     console.print(f"{record['ranks']} x {record['device']}, torch {record['torch']}, {record['date']}")
     console.print(
         "GB/s of the whole tensor (bfloat16), and the ratio to NCCL. in place: a GEMM has written the parts into the "
@@ -24,7 +24,7 @@ def print_results(record: dict[str, Any]) -> None:
         f"{record['replays']} replays."
     )
     if record["error"]:
-        console.print(record["error"])
+        console.print(record["error"], soft_wrap=True, markup=False)
     console.print(make_rate_table(record))
     console.print(make_end_table(record))
 
@@ -59,7 +59,7 @@ def make_end_table(record: dict[str, Any]) -> Table:
 
 def print_variants(record: dict[str, Any]) -> None:
     """Print the table of variants."""
-    console = Console(highlight=False, width=140)
+    console = OutputConsole(highlight=False)
     console.print(f"{record['ranks']} x {record['device']}, torch {record['torch']}, {record['date']}")
     console.print(
         f"GB/s of the whole tensor at {', '.join(map(str, MEGABYTES))} MB (bfloat16), and the ratio to NCCL. in place: "
@@ -68,7 +68,7 @@ def print_variants(record: dict[str, Any]) -> None:
         f"{REPLAYS} replays."
     )
     if record["error"]:
-        console.print(record["error"])
+        console.print(record["error"], soft_wrap=True, markup=False)
     if record["floors"]:
         floors = record["floors"]
         console.print(

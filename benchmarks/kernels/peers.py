@@ -70,10 +70,11 @@ def measure(bench: Bench) -> None:
 def show(bench: Bench) -> None:
     """Print the table, the versions and the missing figures."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=170)
+    from megascale.core.output_console import OutputConsole
+
+    console = OutputConsole(highlight=False)
     peer_rows = [row for row in bench.rows if isinstance(row, PeerRow)]
     names = list(dict.fromkeys(name for row in peer_rows for name in row.peers))
     table = Table(title="Forward and backward", box=box.SIMPLE_HEAD, padding=(0, 1))

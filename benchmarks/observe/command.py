@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-from benchmarks.harness.temporary import temporary_folder
+from benchmarks.harness.temporary import require_folder, temporary_folder
 from megascale.core import strict_json
 
 PARTS = ("ingest", "kills", "cost", "device", "whatif", "stragglers", "decline")
@@ -137,6 +137,8 @@ def observe(
     axes = straggler_bench.axes(layout)
     record: dict[str, Any] = {"date": date.today().isoformat()}
     missed: list[str] = []
+    if folder is not None:
+        require_folder(folder)
     with temporary_folder() as temporary:
         location = folder or Path(temporary)
         if "ingest" in expected:
@@ -162,18 +164,12 @@ def observe(
                 typer.echo(line)
             missed += whatif_bench.missed(record["whatif"])
         if "stragglers" in expected:
-            record["stragglers"] = straggler_bench.measure(
-                location / "stragglers", runs, data, seed, minutes or math.inf
+            record["stragglers"], missed_bounds = _measure_stragglers(
+                location / "stragglers", runs, data=data, seed=seed, minutes=minutes, with_rates=rates
             )
-            for line in straggler_bench.lines(record["stragglers"]):
-                typer.echo(line)
-            if rates:
-                record["stragglers"]["rates"] = straggler_bench.error_rates(seed)
-                for line in straggler_bench.rate_lines(record["stragglers"]["rates"]):
-                    typer.echo(line)
-            missed += straggler_bench.missed(record["stragglers"])
-        if "stragglers" in expected and local:
-            missed += _local(record, location / "local", device, local, axes)
+            missed += missed_bounds
+            if local:
+                missed += _local(record, location / "local", device, local, axes)
         if "decline" in expected:
             record["decline"] = decline_bench.measure(location / "decline", max(1, runs // 4), seed)
             for line in decline_bench.lines(record["decline"]):
@@ -186,6 +182,27 @@ def observe(
         typer.secho(f"missed: {text}", fg="red")
     if missed:
         raise typer.Exit(1)
+
+
+def _measure_stragglers(
+    folder: Path, runs: int, *, data: int, seed: int, minutes: float, with_rates: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Measure the detection of slow machines in replayed runs. Return the record and the missed bounds.
+
+    Args:
+        minutes: time after which no other run begins; 0: no limit.
+        with_rates: also measure the error rates of small jobs.
+    """
+    from benchmarks.observe import stragglers
+
+    record = stragglers.measure(folder, runs, data, seed, minutes or math.inf)
+    for line in stragglers.lines(record):
+        typer.echo(line)
+    if with_rates:
+        record["rates"] = stragglers.error_rates(seed)
+        for line in stragglers.rate_lines(record["rates"]):
+            typer.echo(line)
+    return record, stragglers.missed(record)
 
 
 def _local(record: dict[str, Any], location: Path, device: str, seconds: float, axes: dict[str, int]) -> list[str]:

@@ -409,4 +409,4 @@ def show(record: dict[str, Any]) -> None:
         console.print(f"sustained GEMM: {before:.0f} TFLOP/s before, {after:.0f} after, in the same run")
     for subject, choice in record["active"].items():
         if subject != "independent GEMMs" or record["setting"] != "overlap.gemms":
-            console.print(f"{subject}: {choice}")
+            console.print(f"{subject}: {choice}", soft_wrap=True, markup=False)

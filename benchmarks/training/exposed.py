@@ -517,7 +517,7 @@ def show(record: dict[str, Any]) -> None:
             f"{1e3 * most['exposed']:,.1f} ms, {100 * most['share']:.1f}% of alone"
         )
     for subject, choice in record["active"].items():
-        console.print(f"{subject}: {choice}")
+        console.print(f"{subject}: {choice}", soft_wrap=True, markup=False)
 
 
 _BINS = 800

@@ -339,4 +339,4 @@ def show(record: dict[str, Any]) -> None:
             inner = " + ".join(str(width) for width in case["inner"])
             console.print(f"{case['gemm']}: {case['rows']} rows, {inner} wide, to {case['outer']}")
     if record["not_fused"]:
-        console.print(f"fused: not here, {record['not_fused']}")
+        console.print(f"fused: not here, {record['not_fused']}", soft_wrap=True, markup=False)

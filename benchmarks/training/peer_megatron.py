@@ -391,6 +391,16 @@ def free_job(chunks: list[Any], garbage: GarbageCollector) -> None:
         vars(module).clear()
 
 
+def drop_graphs() -> None:
+    """Drop captured graphs, which hold communicators: the abort of these waits until no graph holds them."""
+    step_graphs = sys.modules.get("megatron.core.full_cuda_graph")
+    if step_graphs is not None:
+        step_graphs.FullCudaGraphWrapper(None).reset_cuda_graph()
+    layer_graphs = sys.modules.get("megatron.core.transformer.cuda_graphs")
+    if layer_graphs is not None:
+        layer_graphs.delete_cuda_graphs()
+
+
 def close() -> None:
     """Drop the global state of Megatron-Core and of TransformerEngine, so that another job may follow."""
     if "megatron.core" not in sys.modules:
@@ -403,9 +413,7 @@ def close() -> None:
         for function in vars(embeddings.RotaryEmbedding).values():
             if hasattr(function, "cache_clear"):
                 function.cache_clear()
-    graphs = sys.modules.get("megatron.core.full_cuda_graph")
-    if graphs is not None:
-        graphs.FullCudaGraphWrapper(None).reset_cuda_graph()
+    drop_graphs()
     parallel_state.destroy_model_parallel()
     metrics = sys.modules.get("megatron.core.transformer.moe.moe_logging")  # of version 0.17 and later
     if metrics is not None:

@@ -70,11 +70,10 @@ def summarize(
 
 def print_results(record: dict[str, Any], config: Config, results: list[PeerResult]) -> None:
     """Print the table, and the versions and settings of each contestant."""
-    from rich.console import Console
-
     from megascale.core.flops import CONVENTION, device_peak_tflops
+    from megascale.core.output_console import OutputConsole
 
-    console = Console(highlight=False)
+    console = OutputConsole(highlight=False)
     peak = config.observe.peak_tflops or device_peak_tflops(record["device"])
     summaries = summarize(config, record["processes"], peak, results)
     console.print(
@@ -88,9 +87,10 @@ def print_results(record: dict[str, Any], config: Config, results: list[PeerResu
         console.print(f"sustained GEMM in the same run: {statistics.mean(rates) / 1e12:.0f} TFLOP/s")
     for summary in summaries:
         versions = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
-        console.print(f"{summary['name']}: {versions}; {summary['settings']}")
+        line = f"{summary['name']}: {versions}; {summary['settings']}"
+        console.print(line, soft_wrap=True, markup=False)
     for name, obstacle in record["left_out"].items():
-        console.print(f"{name}: left out, {obstacle}")
+        console.print(f"{name}: left out, {obstacle}", soft_wrap=True, markup=False)
 
 
 def _make_table(summaries: list[dict[str, Any]]) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import statistics
@@ -72,6 +73,8 @@ def measure_peer(
 
     def leave(failed: bool) -> None:
         if is_cuda:
+            module.drop_graphs()
+            gc.collect()
             # torch's destruction of Megatron-Core's communicators of experts did not end within a minute.
             group_abort.start()
             group_abort.finish(ABORT_SECONDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import subprocess
 import sys
@@ -178,10 +177,11 @@ def summarise_turns(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def print_comparison(rows: Sequence[dict[str, Any]], runs: Sequence[dict[str, Any]]) -> None:
     """Print the table, and the reasons of failed rows below it."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, width=int(os.environ.get("COLUMNS", "160")))
+    from megascale.core.output_console import OutputConsole
+
+    console = OutputConsole(highlight=False)
     table = Table(box=box.SIMPLE_HEAD)
     columns = ("", "s/step", "spread", "tokens/s per GPU", "MFU", "GiB", "rank load", "GEMM TFLOP/s", "ours over it")
     for number, column in enumerate(columns):

@@ -74,16 +74,19 @@ def describe_row(row: dict[str, Any]) -> str:
         parts.append(f"after {row['earlier_shapes']} other shapes in the same processes")
     if row.get("cut"):
         parts.append(row["cut"])
+    if row.get("end_error"):
+        parts.append(f"after its result: {row['end_error']}")
     return f"{name}: {', '.join(parts)}"
 
 
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     """Print the rows as a table, and the reasons of failures below it."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, width=160)
+    from megascale.core.output_console import OutputConsole
+
+    console = OutputConsole(highlight=False)
     columns = ("shape", "s/step", "tokens/s per GPU", "MFU", "GiB", "loss", "rank load", "GEMM TFLOP/s")
     table = Table(box=box.SIMPLE_HEAD)
     for number, column in enumerate(columns):
@@ -108,10 +111,10 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     if measured:
         first = measured[0]
         versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
-        console.print(f"{first['device']}, {versions}, {first['date']}; MFU: {first['mfu_convention']}")
+        console.print(f"{first['device']}, {versions}, {first['date']}; MFU: {first['mfu_convention']}", soft_wrap=True)
     for row in rows:
-        if "failed" in row or "cut" in row:
-            console.print(describe_row(row), markup=False)
+        if "failed" in row or "cut" in row or "end_error" in row:
+            console.print(describe_row(row), soft_wrap=True, markup=False)
 
 
 def format_optional(value: float | None, form: str) -> str:

@@ -23,7 +23,7 @@ from benchmarks.training.shape_file import PeerRun, Shape, load_shapes
 from benchmarks.training.shape_rows import OURS, TRAINERS, RowFile, describe_row, name_row, print_rows
 from megascale.bench.step_monitor import StepMonitor
 from megascale.core.process_orders import ORDERS_VARIABLE
-from megascale.errors import ConfigError, MegascaleError, TrainingError
+from megascale.errors import ConfigError, FitError, MegascaleError, TrainingError
 
 if TYPE_CHECKING:
     from benchmarks.harness.rank_series import Item, RankSeries
@@ -50,6 +50,11 @@ class Task:
         if self.peer is None:
             return {"shape": self.shape.name, "trainer": OURS, "label": ""}
         return {"shape": self.shape.name, "trainer": self.peer.trainer, "label": self.peer.label}
+
+    @property
+    def name(self) -> str:
+        """Return shape and label."""
+        return " ".join(part for part in (self.key["shape"], self.key["label"]) if part)
 
     @property
     def seconds(self) -> float:
@@ -116,10 +121,10 @@ def shapes(
 
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
     world = nproc or gpus or 1
-    configs = load_configs(tasks, world, device)
     if check:
-        print_plan(tasks, configs, world)
+        check_tasks(tasks, world, device)
         return
+    configs = load_configs(tasks, world, device)
     rows = RowFile(out, make_head(file, trainer, world))
     if minutes is not None:
         os.environ[DEADLINE_VARIABLE] = str(time.time() + 60 * minutes)
@@ -149,22 +154,24 @@ def list_tasks(all_shapes: Sequence[Shape], trainer: str, only: Sequence[str]) -
 
 def load_configs(tasks: Sequence[Task], world: int, device: str | None) -> list[Config]:
     """Return the tasks' configurations. Raises ConfigError or FitError that names the shape, before anything starts."""
+    return [load_checked_config(task, world, device) for task in tasks]
+
+
+def load_checked_config(task: Task, world: int, device: str | None) -> Config:
+    """Return a task's configuration. Raises ConfigError or FitError that names the shape."""
     from benchmarks.training.peer_choice import find_obstacle
     from megascale.core.layout import lay_out
 
-    configs = []
-    for task in tasks:
-        config = task.shape.load_config(device)
-        try:
-            lay_out(config, world)
-        except MegascaleError as error:
-            raise type(error)(f"shape {task.shape.name} on {world} processes: {error}") from None
-        if task.peer is not None:
-            obstacle = find_obstacle(task.peer.trainer, config)
-            if obstacle:
-                raise ConfigError(f"shape {task.shape.name}: {task.peer.trainer} cannot train it: {obstacle}")
-        configs.append(config)
-    return configs
+    config = task.shape.load_config(device)
+    try:
+        lay_out(config, world)
+    except MegascaleError as error:
+        raise type(error)(f"shape {task.shape.name} on {world} processes: {error}") from None
+    if task.peer is not None:
+        obstacle = find_obstacle(task.peer.trainer, config)
+        if obstacle:
+            raise ConfigError(f"shape {task.shape.name}: {task.peer.trainer} cannot train it: {obstacle}")
+    return config
 
 
 def make_head(file: Path, trainer: str, world: int) -> dict[str, Any]:
@@ -298,7 +305,9 @@ def measure_task(
             row["cut"] = outcome.error
     if figures is not None:
         row |= figures
-        row |= summarise_peaks(outcome.peak_gib, figures.get("exchange_memory_gib", 0.0))
+        if outcome.end_error:
+            row["end_error"] = outcome.end_error
+        row |= summarise_peaks(outcome.peak_gib)
     else:
         row["failed"] = outcome.error or "no rank returned a result"
     row["leftover_gib"] = outcome.leftover_gib
@@ -306,17 +315,16 @@ def measure_task(
     return row
 
 
-def summarise_peaks(peaks: Sequence[float | None], exchange_gib: float) -> dict[str, Any]:
+def summarise_peaks(peaks: Sequence[float | None]) -> dict[str, Any]:
     """Return the fields of a row that have the peak memory of all ranks; none on CPUs.
 
     Args:
-        peaks: per rank, the peak of torch's memory statistics in GiB, or None.
-        exchange_gib: memory of a rank's exchanges in GiB, which these statistics leave out. It is equal on all ranks.
+        peaks: per rank, its peak in GiB with the memory of its exchanges, or None.
     """
-    totals = [peak + exchange_gib for peak in peaks if peak is not None]
-    if not totals:
+    known_peaks = [peak for peak in peaks if peak is not None]
+    if not known_peaks:
         return {}
-    return {"peak_memory_gib": max(totals), "peak_memory_gib_by_rank": totals}
+    return {"peak_memory_gib": max(known_peaks), "peak_memory_gib_by_rank": known_peaks}
 
 
 def measure_ours(
@@ -355,20 +363,41 @@ def measure_ours(
     )
 
 
-def print_plan(tasks: Sequence[Task], configs: Sequence[Config], world: int) -> None:
-    """Print the layout, the micro-batches and the planned memory of the largest stage of each task."""
+def check_tasks(tasks: Sequence[Task], world: int, device: str | None) -> None:
+    """Print the plan of each task, and why others cannot run.
+
+    Raises the first task's error after all tasks, FitError if several tasks cannot run.
+    """
+    errors: list[MegascaleError] = []
+    for task in tasks:
+        try:
+            config = load_checked_config(task, world, device)
+        except MegascaleError as error:
+            errors.append(error)
+            typer.echo(f"{task.name}: cannot run: {error}")
+        else:
+            print_plan(task, config, world)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise FitError(
+            f"{len(errors)} of {len(tasks)} rows cannot run on {world} processes; the reasons are above. Choose others "
+            "with --only, or set --nproc to the number that a row needs"
+        )
+
+
+def print_plan(task: Task, config: Config, world: int) -> None:
+    """Print the layout, the micro-batches and the planned memory of the largest stage of a task."""
     from megascale.core.layout import lay_out
 
-    for task, config in zip(tasks, configs, strict=True):
-        layout = lay_out(config, world)
-        name = " ".join(part for part in (task.shape.name, task.key["label"]) if part)
-        estimates = [layout.stage_memory(stage) for stage in range(config.parallel.pipeline)]
-        memory = max(estimate.total for estimate, _ in estimates)
-        reasons = {reason for _, reason in estimates if reason}
-        typer.echo(
-            f"{name}: {layout.grid.describe()}, {layout.microbatches} micro-batches of {config.train.micro_batch} x "
-            f"{config.model.sequence_length} tokens per rank and step, {memory / 2**30:.1f} GiB planned, "
-            f"{task.shape.warmup} + {task.shape.steps} steps, limit {task.seconds:.0f} s"
-        )
-        for reason in sorted(reasons):
-            typer.echo(f"  no CUDA graphs expected: {reason}")
+    layout = lay_out(config, world)
+    estimates = [layout.stage_memory(stage) for stage in range(config.parallel.pipeline)]
+    memory = max(estimate.total for estimate, _ in estimates)
+    reasons = {reason for _, reason in estimates if reason}
+    typer.echo(
+        f"{task.name}: {layout.grid.describe()}, {layout.microbatches} micro-batches of "
+        f"{config.train.micro_batch} x {config.model.sequence_length} tokens per rank and step, "
+        f"{memory / 2**30:.1f} GiB planned, {task.shape.warmup} + {task.shape.steps} steps, limit {task.seconds:.0f} s"
+    )
+    for reason in sorted(reasons):
+        typer.echo(f"  no CUDA graphs expected: {reason}")

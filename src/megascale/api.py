@@ -145,9 +145,10 @@ def train(config: Config) -> TrainResult:
     """
     from megascale.core.layout import lay_out
     from megascale.train.claim import record_refusal
+    from megascale.train.host_check import check_local_ranks
     from megascale.train.loop import Trainer
     from megascale.train.parking import is_waiting_for_first_attempt, open_parking
-    from megascale.train.rank_info import check_local_ranks, find_rank_info, has_bfloat16
+    from megascale.train.rank_info import find_rank_info, has_bfloat16
     from megascale.train.resume import check_adapter_base
 
     parking = open_parking()  # None unless the launcher has asked for it
@@ -217,7 +218,7 @@ def evaluate(
 
     Raises DataError if the file was tokenized with another tokenizer than the run's data.
     """
-    from megascale.checkpoint.loader import LoadReport
+    from megascale.checkpoint.chunk_source import LoadReport
     from megascale.data.dataset import manifest, tokenizer_agreement
     from megascale.train.context_ranks import join_ranks
     from megascale.train.evaluation import evaluate_file
@@ -271,7 +272,7 @@ def generate(
     generation settings, or before the first of the texts `stop`. `on_note` receives a sentence if the prompt is longer
     than the training's sequences. `on_step` receives the step of the checkpoint once it is loaded.
     """
-    from megascale.checkpoint.loader import LoadReport
+    from megascale.checkpoint.chunk_source import LoadReport
     from megascale.model.huggingface.generation_config import list_end_ids, load_generation_config
     from megascale.train.context_ranks import join_ranks
     from megascale.train.generation import Sampling, decode_stream, explain_long_prompt, generate_tokens
@@ -318,7 +319,7 @@ def open_chat(
     Messages are rendered by the chat template of the run's tokenizer. A reply ends where the template ends a turn, at
     an end token, or after `tokens` tokens. Raises DataError without a template.
     """
-    from megascale.checkpoint.loader import LoadReport
+    from megascale.checkpoint.chunk_source import LoadReport
     from megascale.data.tokenizer.chat_template import check_special_tokens, load_chat_template
     from megascale.model.huggingface.generation_config import list_end_ids, load_generation_config
     from megascale.train.chat import ChatSession, find_chat_folder

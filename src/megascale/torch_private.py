@@ -294,6 +294,17 @@ def name_process_group(name: str) -> Iterator[None]:
         c10d._process_group_name = original  # type: ignore[attr-defined]
 
 
+def raise_recompile_limit(limit: int) -> None:
+    """Let torch.compile keep at least `limit` versions of a function in this process.
+
+    Beyond its limit, 8 by default, torch runs further versions of the function uncompiled.
+    """
+    config = lookup("torch._dynamo", "config")
+    if not hasattr(config, "recompile_limit"):
+        raise _missing("torch._dynamo.config.recompile_limit")
+    config.recompile_limit = max(limit, config.recompile_limit)
+
+
 @contextmanager
 def register_lone_group(store: dist.Store, name: str) -> Iterator[None]:
     """Let torch find a group of this process alone by `name` inside this block. The group has no backend.
@@ -305,7 +316,7 @@ def register_lone_group(store: dist.Store, name: str) -> Iterator[None]:
     if not hasattr(bindings, "_register_process_group") or not hasattr(bindings, "_unregister_process_group"):
         raise _missing("torch._C._distributed_c10d._register_process_group and _unregister_process_group")
     group = dist.ProcessGroup(store, 0, 1)
-    group._set_group_name(name)
+    group._set_group_name(lookup(_C10D, "GroupName")(name))
     bindings._register_process_group(name, group)
     try:
         yield

@@ -27,6 +27,26 @@ def test_too_few_cores_are_said_before_any_rank_starts(megascale, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_profiled_step_waits_for_its_gathers_before_the_profiler_ends(tmp_path):
+    """torch records the end of a collective in the profiler in which it began, and crashes if that one has ended."""
+    torch = pytest.importorskip("torch")
+    recorded = []
+
+    class Engine:
+        def start_gather(self):
+            recorded.append(("gather", torch.autograd._profiler_enabled()))
+
+        def step(self, *arguments, **options):
+            recorded.append(("step", torch.autograd._profiler_enabled()))
+
+        def synchronize(self):
+            recorded.append(("synchronize", torch.autograd._profiler_enabled()))
+
+    samples = RandomSamples(Batch(torch.zeros(2, 1), torch.zeros(2, 1)))
+    measured_steps._profile_step(Engine(), samples, 4, out=tmp_path / "trace.json", rank=1, is_cuda=False)
+    assert recorded == [("gather", True), ("step", True), ("synchronize", True)]
+
+
 def test_what_the_host_takes_is_without_its_waits_for_the_device(monkeypatch):
     """The clock stands still but for what is told: 2 s of launching, and 5 s of waiting for the device each time."""
     torch = pytest.importorskip("torch")
@@ -61,9 +81,11 @@ def test_random_documents_fill_the_samples(capsys):
     assert plain["documents"] is None
     rates = [figures["tokens_per_second_per_device"] / figures["mfu"] for figures in (result, plain)]
     assert rates[0] > rates[1]  # fewer FLOPs per token
+    result["active"]["attention"] = "sdpa (flash4: run pip install -e '.[flash4]')"
     train_bench.print_result(result)
     output = capsys.readouterr().out
     assert "per micro-batch, with" in output
+    assert "pip install -e '.[flash4]'" in output
     assert "documents as sequences of their own" in output
     with pytest.raises(ConfigError, match=r"--mean-document=1: .*--data.max_documents="):
         measured_steps.measure_training(config, 1, 1, None, mean_document=1)

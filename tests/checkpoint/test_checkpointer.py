@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from megascale.checkpoint.checkpointer import Checkpointer
+from megascale.checkpoint.checkpointer import Checkpointer, StoredState
+from megascale.checkpoint.chunk_source import LoadReport
 from megascale.checkpoint.format.step_folders import is_marked_damaged, list_commits, read_identity, steps
-from megascale.checkpoint.loader import LoadReport
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import CheckpointConfig
 from megascale.errors import DataError
@@ -38,7 +39,7 @@ def test_a_state_is_due_at_its_intervals(
     checkpointer.config = checkpointer.config.model_copy(update=settings)
     assert [checkpointer.choose_save_target(step) for step in range(1, 9)] == expected
     assert checkpointer.choose_save_target(5, last=True) == "storage"
-    checkpointer._is_only_in_memory = True
+    checkpointer._saves_first_step = True
     assert checkpointer.choose_save_target(1) == "storage"
     without_end = settings | {"at_end": False}
     checkpointer.config = checkpointer.config.model_copy(update=without_end)
@@ -129,11 +130,30 @@ def test_a_run_that_found_nothing_renews_the_identity(tmp_path: Path) -> None:
     assert read_identity(storage) not in ("", identity)
 
 
-@pytest.mark.parametrize(("newest_commit", "expected"), [(7, "storage"), (8, None)])
+@pytest.mark.parametrize(
+    ("newest_commit", "stored_step", "settings", "expected"),
+    [
+        (7, 20, {"interval": 100}, "storage"),
+        (8, 40, {"interval": 100}, None),
+        (7, 20, {"interval": 100, "memory_wait": True, "memory_interval": 1}, "memory"),
+        (7, 20, {"interval": 20, "memory_wait": True, "memory_interval": 1}, "storage"),  # step 40 was due
+        (7, 40, {"interval": 20, "memory_wait": True, "memory_interval": 1}, "memory"),
+        (0, 0, {"interval": 100, "memory_wait": True, "memory_interval": 1}, "memory"),
+        (0, 0, {"interval": 10, "memory_wait": True, "memory_interval": 1}, "storage"),
+    ],
+)
 def test_a_state_that_storage_has_too_is_not_saved_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newest_commit: int, expected: str | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    newest_commit: int,
+    stored_step: int,
+    settings: dict[str, Any],
+    expected: str | None,
 ) -> None:
-    """The first step after a start from memory is saved to storage only if the state is nowhere else."""
+    """The first step after a start from memory is saved to storage only if the state is nowhere else.
+
+    With memory_wait, steps would wait until it is written, so only a missing due save is made up for.
+    """
     save = SimpleNamespace(sequence=8, generation="00000008-aa", step=40, replicas=False, is_complete=True)
     monkeypatch.setattr("megascale.checkpoint.checkpointer.list_memory_saves", lambda *arguments: [save])
     monkeypatch.setattr(
@@ -144,13 +164,10 @@ def test_a_state_that_storage_has_too_is_not_saved_again(
         lambda *arguments: SimpleNamespace(close=list),
     )
     checkpointer = make(tmp_path)
-    checkpointer.config = checkpointer.config.model_copy(
-        update={"interval": 100, "memory_interval": 0, "background": True}
-    )
+    checkpointer.config = checkpointer.config.model_copy(update={"memory_interval": 0, "background": True} | settings)
     report = LoadReport()
     state = checkpointer._load_from_memory(
-        newest_commit,
-        "identity",
+        StoredState(newest_commit, "identity", stored_step),
         step=None,
         shards=[],
         report=report,

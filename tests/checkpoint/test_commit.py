@@ -15,11 +15,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megascale.checkpoint import TensorShard, inspect, latest, load, save, steps
+from megascale.checkpoint.chunk_source import LoadReport
 from megascale.checkpoint.complete_checkpoint import open_checkpoint
 from megascale.checkpoint.format.index import is_tensor_name
 from megascale.checkpoint.format.step_folders import COMMIT, METADATA, list_commits, prune, read_index
 from megascale.checkpoint.format.verify import verify
-from megascale.checkpoint.loader import LoadReport
 from megascale.checkpoint.storage.local_disk import LocalStorage
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.core.tensors import Box

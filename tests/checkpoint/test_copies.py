@@ -16,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.checkpoint import TensorShard, copies, load, loader, save
+from megascale.checkpoint.chunk_source import LoadReport, StorageChunks
 from megascale.checkpoint.copies import FileRange, PinnedBuffer, PriorityPool, ShardCopier
 from megascale.checkpoint.format import step_folders
 from megascale.checkpoint.format.chunks import box_slices, intersect_boxes
-from megascale.checkpoint.loader import LoadReport, StorageChunks, fill_shards
+from megascale.checkpoint.loader import fill_shards
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.core.tensors import Box

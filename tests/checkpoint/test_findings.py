@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from megascale.checkpoint import TensorShard, inspect, load, save
+from megascale.checkpoint.chunk_source import LoadReport
 from megascale.checkpoint.format import verify as verify_module
 from megascale.checkpoint.format.commit import COMMIT, METADATA
 from megascale.checkpoint.format.step_folders import list_commits, mark_damaged, read_index
 from megascale.checkpoint.format.verify import summarise_step, verify
-from megascale.checkpoint.loader import LoadReport, find_candidates, load_commit
+from megascale.checkpoint.loader import find_candidates, load_commit
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.saver import SaveFailure, cut_chunks, get_dtype_name
 from megascale.checkpoint.storage.base import Storage, explain_save_error

@@ -9,7 +9,8 @@ from megascale.core.calls import CallLog, read_calls
 from megascale.core.status import StatusFile, read_status
 from tests.forked import context
 
-_ROUNDS = 50_000
+_ROUNDS = 20_000
+_STATUSES = 5_000
 
 
 def _write_calls(folder: Path) -> None:
@@ -25,7 +26,7 @@ def _write_calls(folder: Path) -> None:
 
 def _write_status(folder: Path) -> None:
     status = StatusFile(folder, 0)
-    for step in range(_ROUNDS // 10):
+    for step in range(_STATUSES):
         status.update("train", step, message=f"{step:05} " * 60)
 
 
@@ -71,4 +72,4 @@ def test_a_status_that_is_being_written_is_none_or_whole(tmp_path):
     _while_written(tmp_path, _write_status, look)
     result = read_status(tmp_path / "rank-0.status")
     assert result is not None
-    assert result.step == _ROUNDS // 10 - 1
+    assert result.step == _STATUSES - 1

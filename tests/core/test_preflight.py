@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from megascale.config import Config, load
 from megascale.core import capacity as machine
 from megascale.core.capacity import Capacity, free_disk
-from megascale.core.layout import lay_out
+from megascale.core.host_memory import checkpoint_bytes, estimate_snapshot_bytes
+from megascale.core.layout import Layout, lay_out
 from megascale.core.preflight import (
     FORKED_TRAINER_BYTES,
     GPU_TRAINER_BYTES,
     HostShare,
     check_host,
+    check_host_memory,
     check_processes,
-    checkpoint_bytes,
     count_local_stage_ranks,
 )
 from megascale.core.rank_memory import estimate_rank_memory
@@ -301,3 +302,94 @@ def test_other_commands_that_start_processes_by_the_number():
         check_processes("--workers", 1000, 30 << 20, SMALL)
     with pytest.raises(FitError, match=r"--workers=40000 processes are more than the 30,000"):
         check_processes("--workers", 40_000, 1, SMALL)
+
+
+# copies of the state -------------------------------------------------------------------------------------------------
+
+COPIES = [
+    "--model.preset=gpt-13b",
+    "--train.precision=bfloat16",
+    "--train.micro_batch=1",
+    "--checkpoint.background=true",
+    "--checkpoint.memory_interval=1",
+]
+
+
+def make_layout(world: int, *arguments: str) -> Layout:
+    return lay_out(load(None, ["--model.vocab_size=50304", *COPIES, *arguments]), world)
+
+
+def test_copies_that_do_not_fit_a_node_are_refused_with_keys_bytes_and_remedy():
+    """A node of another machine has two of four ranks, its own snapshots and those of a peer, two of each."""
+    layout = make_layout(4, "--checkpoint.replicas=true", "--parallel.data=4")
+    share = HostShare(4, 0, 2, uses_gpus=True, is_running=True)
+    needed = 4 * (checkpoint_bytes(layout.config) // 4) * 2
+    check_host_memory(layout, share, replace(SMALL, memory=needed))
+    with pytest.raises(FitError) as caught:
+        check_host_memory(layout, share, replace(SMALL, memory=needed - 1))
+    text = str(caught.value)
+    for part in (
+        f"{needed / 2 / GIB:,.1f} GiB for snapshots (checkpoint.background=true, checkpoint.slots=2)",
+        f"{needed / 2 / GIB:,.1f} GiB for copies of other hosts' snapshots (checkpoint.replicas=true, 2 per rank)",
+        f"{needed / GIB:,.1f} GiB in total",
+        "set checkpoint.slots=1 or checkpoint.replicas=false, fewer ranks per host",
+        "--train.fit=force",
+    ):
+        assert part in text
+    # The memory of an earlier start's service is used again.
+    check_host_memory(layout, replace(share, reused_bytes=1 << 20), replace(SMALL, memory=needed - 1))
+    output: list[str] = []
+    forced = lay_out(load(None, ["--model.vocab_size=50304", *COPIES, "--train.fit=force"]), 4)
+    check_host_memory(forced, share, replace(SMALL, memory=1), report=output.append)
+    assert output[0].startswith("train.fit=force: starting although this host has too little memory")
+
+
+def test_memory_that_lacks_only_after_a_loss_is_a_warning():
+    layout = make_layout(4, "--checkpoint.replicas=true", "--parallel.data=4", "--resilience.continue_replicas=true")
+    share = HostShare(4, 0, 2, uses_gpus=True, is_running=True)
+    needed = 4 * (checkpoint_bytes(layout.config) // 4) * 2
+    output: list[str] = []
+    check_host_memory(layout, share, replace(SMALL, memory=2 * needed), snapshot_growth=2.0, report=output.append)
+    assert output == []
+    check_host_memory(layout, share, replace(SMALL, memory=2 * needed - 1), snapshot_growth=2.0, report=output.append)
+    assert len(output) == 1
+    for part in ("resilience.max_missing_replicas=1", f"{2 * needed / GIB:,.1f} GiB", "checkpoint.slots=1"):
+        assert part in output[0]
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.sampled_from(["adamw", "lamb", "muon"]))
+def test_snapshots_of_all_ranks_are_the_checkpoint(pipeline, data, optimizer):
+    """Stages differ by embedding and output, so a host of the middle stages needs less than the mean."""
+    layout = make_layout(
+        pipeline * data,
+        f"--parallel.pipeline={pipeline}",
+        f"--parallel.data={data}",
+        f"--optimizer.name={optimizer}",
+        "--train.global_batch=48",
+        "--model.layers=12",
+        "--model.hidden=640",
+    )
+    sizes = [estimate_snapshot_bytes(layout, stage) for stage in range(pipeline)]
+    total = checkpoint_bytes(layout.config)
+    assert total - pipeline * data <= data * sum(sizes) <= total
+    if pipeline > 2:
+        assert sizes[1] < total // (pipeline * data)
+
+
+def test_offloaded_optimizer_state_takes_memory_of_the_host():
+    layout = make_layout(
+        2, "--optimizer.offload=true", "--checkpoint.memory_interval=0", "--checkpoint.background=false"
+    )
+    share = HostShare(2, 0, 2, uses_gpus=True, is_running=True)
+    needed = checkpoint_bytes(layout.config)
+    check_host_memory(layout, share, replace(SMALL, memory=needed + MIB))
+    with pytest.raises(FitError, match=r"optimizer.offload=true\), .* set optimizer.offload=false"):
+        check_host_memory(layout, share, replace(SMALL, memory=needed - MIB))
+
+
+def test_the_limit_of_memory_is_that_of_the_machine_or_of_a_control_group(tmp_path):
+    proc, groups = kernel(tmp_path)
+    assert machine.measure_memory_limit(proc, groups) == (16 * GIB, "MemTotal")
+    (groups / "job" / "memory.max").write_text(f"{4 * GIB}\n")
+    assert machine.measure_memory_limit(proc, groups) == (4 * GIB, "the control group's memory.max")
+    assert machine.measure_memory_limit(tmp_path / "none", tmp_path / "none") == (None, "")

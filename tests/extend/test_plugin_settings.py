@@ -41,6 +41,17 @@ def test_it_is_a_setting_like_others():
     assert accepted.checkpoint.accept_changes == ["optimizer.momentum"]
 
 
+def test_a_list_takes_a_single_value_as_built_in_lists_do():
+    from_tree({"optimizer": {"name": "lamb"}})  # the section is known before it has the key
+    register_setting("optimizer.factors", list[float], [], "of the test", owner="optimizer.name=lamb")
+    try:
+        assert from_tree({"optimizer": {"name": "lamb", "factors": 0.5}}).optimizer.factors == [0.5]
+    finally:
+        remove_setting("optimizer.factors")
+    with pytest.raises(ConfigError, match=r"optimizer\.factors"):
+        from_tree({"optimizer": {"name": "lamb", "factors": 0.5}})
+
+
 @pytest.mark.parametrize(
     ("owner", "section", "key", "value"),
     [

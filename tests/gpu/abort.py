@@ -23,9 +23,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,7 @@ from megascale.rendezvous.start_job import initialise
 from tests.gpu.command_line import make_parser
 
 LIMIT = 75.0  # seconds for all of it
+_POLL_SECONDS = 0.01  # between two looks whether rank 0 has queued its calls
 SETTINGS = ["--parallel.data=2", "--model.preset=tiny", "--rendezvous.group_timeout=60"]
 
 
@@ -50,16 +53,25 @@ def main() -> int:
     parser.add_argument("--concurrent", action="store_true", help="set rendezvous.concurrent_connections")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--ports", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--queued", type=Path, help=argparse.SUPPRESS)  # rank 0 makes it when its calls are queued
     inputs = parser.parse_args()
     if inputs.rank is not None:
         faulthandler.dump_traceback_later(LIMIT - 5, exit=True)
         return run_rank(inputs)
+    with tempfile.TemporaryDirectory() as folder:
+        inputs.queued = Path(folder) / "queued"
+        return run_ranks(inputs)
+
+
+def run_ranks(inputs: argparse.Namespace) -> int:
+    """Start both ranks, replace the second one, and return 0 if all ended as they should."""
     ports = [find_port(), find_port()]
     first = start_rank(1, ports, inputs)
     survivor = start_rank(0, ports, inputs)
     processes = [first, survivor]
     try:
-        print(f"rank 1 ended with {first.wait(LIMIT)} (-9 is right)", flush=True)
+        first_code = first.wait(LIMIT)
+        print(f"rank 1 ended with {first_code} (-9 is right)", flush=True)
         processes.append(start_rank(1, [ports[1], 0], inputs))
         codes = [process.wait(LIMIT) for process in processes[1:]]
     except subprocess.TimeoutExpired as error:
@@ -69,7 +81,7 @@ def main() -> int:
         for process in processes:
             process.kill()
     print(f"exit codes {codes}", flush=True)
-    return max(map(abs, codes))
+    return int(any(codes) or first_code != -signal.SIGKILL)
 
 
 def find_port() -> int:
@@ -82,6 +94,7 @@ def find_port() -> int:
 def start_rank(rank: int, ports: list[int], inputs: argparse.Namespace) -> subprocess.Popen[bytes]:
     """Start this file as a rank. Ports: of the first and of the second start; 0: there is no second one."""
     options = ["--rank", str(rank), "--device", inputs.device, "--ports", *map(str, ports)]
+    options += ["--queued", str(inputs.queued)]
     if inputs.no_graph:
         options.append("--no-graph")
     if inputs.concurrent:
@@ -108,6 +121,8 @@ def join(inputs: argparse.Namespace, port: int) -> Groups:
     dist.all_to_all_single(received, sent, [1, 1], [1, 1])
     is_right = received.tolist() == [0.0, 1.0]
     say(rank, f"first exchange in {time.perf_counter() - began:.2f} s, right: {is_right}")
+    if not is_right:
+        raise SystemExit(f"rank {rank} has received {received.tolist()} instead of [0.0, 1.0]")
     return groups
 
 
@@ -122,7 +137,8 @@ def run_rank(inputs: argparse.Namespace) -> int:
     groups = join(inputs, inputs.ports[0])
     if rank == 1:
         if inputs.ports[1]:
-            time.sleep(1.0)  # rank 0 queues its calls
+            while not inputs.queued.exists():  # the parent ends this process after LIMIT
+                time.sleep(_POLL_SECONDS)
             os.kill(os.getpid(), signal.SIGKILL)
         return finish(groups)
     hold = UpdateHold(groups.device)
@@ -133,7 +149,7 @@ def run_rank(inputs: argparse.Namespace) -> int:
     began = time.perf_counter()
     error = ""
     try:
-        norm = queue_step(groups, hold, weight, graph)
+        norm = queue_step(groups, hold, weight, graph, inputs.queued)
         norm.item()
     except RuntimeError as lost:
         error = describe_lost_peer(lost) or str(lost)[:100]
@@ -173,9 +189,12 @@ def capture_call(groups: Groups) -> torch.cuda.CUDAGraph:
 
 
 def queue_step(
-    groups: Groups, hold: UpdateHold, weight: torch.Tensor, graph: torch.cuda.CUDAGraph | None
+    groups: Groups, hold: UpdateHold, weight: torch.Tensor, graph: torch.cuda.CUDAGraph | None, queued: Path
 ) -> torch.Tensor:
-    """Queue collectives of all groups and an update that uses their results; return the update's norm."""
+    """Queue collectives of all groups and an update that uses their results; return the update's norm.
+
+    Make the file `queued` when the collectives are queued: on a CPU before the waits, which block.
+    """
     works = []
     for kind, group in groups.by_kind.items():
         if kind in STATE_KINDS:
@@ -184,6 +203,8 @@ def queue_step(
         works.append((dist.all_reduce(x, group=group, async_op=True), x))
     if graph is not None:
         graph.replay()
+    if groups.device.type == "cpu":
+        queued.touch()
     total = torch.zeros((), device=groups.device)
     for work, x in works:
         work.wait()
@@ -192,6 +213,7 @@ def queue_step(
     dist.all_reduce(packed)
     norm = hold.mask_norm(packed[0])
     weight.copy_(torch.where(torch.isfinite(norm), weight + 1, weight))
+    queued.touch()
     return norm
 
 

@@ -4,7 +4,8 @@
 
 For each shape it prints the kernel that `auto` chooses, the milliseconds of all kernels (forward + backward) and why
 others were refused, next to those of full causal attention. It ends with 1 if a kernel other than `sdpa` is refused
-where its package is installed, if a captured kernel gives other bits than an eager one, or reads old documents.
+where its package is installed, or if the results of a captured kernel are not those of an eager one, also with
+other documents.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ SHAPES = [
     AttentionShape(2048, 4, 16, 16, 64, None, torch.bfloat16, 33),
 ]
 EXPECTED_REFUSALS = ("is unavailable",)
+AGREEMENT = 1e-2  # norm-wise, in bfloat16
 
 
 def check_capture(name: str, shape: AttentionShape) -> str:
@@ -57,7 +59,7 @@ def check_capture(name: str, shape: AttentionShape) -> str:
         expected = run()
         for part, actual, eager in zip(("output", "gradient"), captured, expected, strict=True):
             distance = ((actual.float() - eager.float()).norm() / eager.float().norm()).item()
-            if distance > 1e-2:
+            if not distance <= AGREEMENT:  # NaN is far away too
                 return f"its captured {part} is {distance:.1e} away from the eager one's"
     return ""
 

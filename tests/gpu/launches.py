@@ -151,12 +151,14 @@ def main() -> int:
     if launch._explain_unsupported():
         return 1
     compared = Compared()
+    start_time = time.monotonic()  # kernels that no cache has are compiled, for minutes
     with (
         torch.device(DEVICE),
         mock.patch.object(launch.Kernel, "launch", lambda self, grid, *a, **k: compared.launch(self, grid, *a, **k)),
     ):
         for name, case in CASES.items():
             compared.case = name
+            print(f"{time.monotonic() - start_time:6.1f} s  {name}", file=sys.stderr, flush=True)
             case()
     torch.cuda.synchronize()
     compared.time()

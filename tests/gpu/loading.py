@@ -1,4 +1,4 @@
-"""Loading from snapshots in memory (checkpoint/loader.py) into real GPUs: every value compared, and GB a second.
+"""Loading from snapshots in memory (checkpoint/chunk_transfer.py) into real GPUs: values compared, and GB per second.
 
     PYTHONPATH=src:. torchrun --nproc-per-node 2 tests/gpu/loading.py --gb 8
 
@@ -25,10 +25,11 @@ import torch.distributed as dist
 
 from megascale.checkpoint import TensorShard, save
 from megascale.checkpoint.background.snapshot_memory import map_shared
+from megascale.checkpoint.chunk_source import ChunkSource, LoadReport
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.index import CheckpointIndex
-from megascale.checkpoint.loader import ChunkSource, LoadReport, fill_shards
+from megascale.checkpoint.loader import fill_shards
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.storage.opening import open_storage
 from tests.gpu.command_line import make_parser, require_gpu

@@ -64,8 +64,8 @@ from typing import IO, Any, NamedTuple
 from benchmarks.harness.launched import Launched, Steps, phases
 from megascale.config import load_command_line
 from megascale.core.gpus import visible_gpu_names
+from megascale.core.host_memory import checkpoint_bytes
 from megascale.core.layout import lay_out
-from megascale.core.preflight import checkpoint_bytes
 from megascale.core.recovery_record import PHASES, RecoveryRecord, format_numbers
 from megascale.core.status import read_status
 from megascale.errors import FitError

@@ -2,13 +2,14 @@
 
 To be run on a GPU host, in under two minutes:
 
-    PYTHONPATH=src python tests/gpu/start_up.py --redis-server PATH --out start_up.json
+    PYTHONPATH=src:. python tests/gpu/start_up.py --redis-server PATH --out start_up.json
 
 For each store, twice in turn: N processes start, make and warm the groups of a 3D layout over NCCL, run steps of
 GEMMs and collectives, and leave. Reported: seconds by phase, milliseconds a step, how often torch's
 threads called into the store meanwhile and how long they held it. Then three ends that must not hang: a rank that
 leaves without shutdown, a rank that is killed while the others wait for it, and a server restarted during steps.
-`--device cpu` runs the same with gloo.
+`--device cpu` runs the same with gloo. It ends with 1 if a rank hangs or ends in another way than it should, or if keys
+stay in the store.
 """
 
 from __future__ import annotations
@@ -280,7 +281,8 @@ class Redis:
             return int(link.recv(100).strip(b":\r\n"))
 
 
-def main() -> None:
+def main() -> int:
+    """Print the starts and ends; 1 if one is not as it should be."""
     parser = make_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=0, help="default: the host's GPUs")
     parser.add_argument("--steps", type=int, default=300, help="steps of each start")
@@ -294,7 +296,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.worker:
         work(arguments)
-        return
+        return 0
     import torch
 
     arguments.ranks = arguments.ranks or torch.cuda.device_count() or 2
@@ -330,6 +332,27 @@ def main() -> None:
         start = min(max(rank["start"] for rank in r["ranks"].values()) for r in runs)
         step = min(r["ranks"][0]["steps"]["median"] for r in runs if 0 in r["ranks"])
         print(f"BEST {store}: start {start:.3f} s, median step {step:.3f} ms")
+    faults = [fault for result in record["runs"] for fault in find_faults(result)]
+    for fault in faults:
+        print(f"! {fault}")
+    return int(bool(faults))
+
+
+def find_faults(result: dict[str, Any]) -> list[str]:
+    """Return a phrase per rank that has hung or ended in another way than it should, and for keys in the store."""
+    end = result.get("end", "")
+    subject = f"{result['store']} {end}".strip()
+    codes = result["exit codes"]
+    faults = [f"{subject}: rank {rank} hangs" for rank in result["hung"]]
+    for rank, code in enumerate(codes):
+        expected = 0
+        if end == "lost" and rank == len(codes) - 1:
+            expected = -signal.SIGKILL
+        if code != expected and rank not in result["hung"]:
+            faults.append(f"{subject}: rank {rank} ended with {code} instead of {expected}")
+    if result.get("keys left"):
+        faults.append(f"{subject}: {result['keys left']} keys stay in the store")
+    return faults
 
 
 def report(result: dict[str, Any]) -> None:
@@ -352,4 +375,4 @@ def report(result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

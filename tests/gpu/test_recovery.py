@@ -20,7 +20,9 @@ from megascale.resilience.driver import start_driver
 from tests.forked import NEW_SERVICES, PACED, Forked
 from tests.gpu import recovery
 
-OPTIONS = ["--preset=tiny", "--train.device=cpu", "--model.vocab_size=256", "--kills=1"]
+# Short steps: the ranks take several hundred of them while the script waits, and only the kills are examined.
+OPTIONS = ["--preset=tiny", "--train.device=cpu", "--model.vocab_size=256", "--model.sequence_length=64"]
+OPTIONS += ["--train.global_batch=4", "--kills=1"]
 
 
 def rested(command: list[str], *, stdout: IO[bytes], env: dict[str, str], **_: object) -> Forked:

@@ -165,7 +165,7 @@ def test_small_shards_and_float8_gathers_are_copied() -> None:
 def test_another_value_of_the_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(mapped_slots.SWITCH, "off")
     with pytest.raises(ConfigError, match="MEGASCALE_MAPPED_SHARDS=off is neither 0 nor 1; set it to 0, or unset it"):
-        mapped_slots.read_switch()
+        map_slots(Axis(None, 2, 0), [], [], buckets=frozenset({(0, 0)}), device=CPU)
 
 
 @pytest.mark.parametrize("lead_bytes", [0, 128, 9 * 128])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,8 @@ from megascale.resilience.driver.recovery.missing_replicas import check_continue
 from megascale.resilience.driver.state.job_state import JobState
 from megascale.resilience.protocol.agent_messages import Start
 from tests.chaos.local.continuing import describe_parts
-from tests.conftest import lines
+from tests.conftest import TINY, lines
+from tests.forked import Forked
 from tests.resilience.test_launch import losses, weights
 
 COPIES = ["--checkpoint.background=true", "--checkpoint.memory_interval=1", "--checkpoint.replicas=true"]
@@ -27,9 +31,30 @@ KEEP = "--resilience.keep_seconds=60"  # on a busy machine a rank takes its time
 SETTINGS = ["--parallel.data=3", "--train.global_batch=4", "--train.micro_batch=1", "--train.precision=float64"]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Train in one process without faults, once per settings. Return the run folder."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    file = folder / "tiny.toml"
+    file.write_text(TINY.format(data=tokens, runs=folder / "runs"))
+
+    @functools.cache
+    def train_run(*settings: str) -> Path:
+        name = f"run-{len(list(folder.glob('runs/*')))}"
+        process = Forked(["train", file, *settings, f"--train.name={name}", "--parallel.data=1"], cwd=folder)
+        try:
+            output, _ = process.communicate(timeout=240)
+            assert process.wait() == 0, output
+        finally:
+            process.kill()
+        return folder / "runs" / name
+
+    return train_run
+
+
 @pytest.mark.parametrize("prepared_groups", [False, True])
 def test_a_job_goes_on_without_a_node_and_takes_it_in_again(
-    prepared_groups: bool, launch, megascale, tiny, tmp_path
+    prepared_groups: bool, launch, megascale, undisturbed
 ) -> None:
     steps = SETTINGS + ["--train.steps=60", "--checkpoint.interval=60"]
     # 4 micro-batches are uneven for three replicas, and even for two.
@@ -66,12 +91,11 @@ def test_a_job_goes_on_without_a_node_and_takes_it_in_again(
         assert status.start is not None
         assert status.start.left_ns < status.start.state_ns < status.start.stepped_ns < status.time_ns
 
-    calm = megascale("train", tiny, *steps, "--train.name=calm", "--parallel.data=1")
-    assert calm.returncode == 0, calm.stderr
-    run, undisturbed = dict(losses(job.run)), dict(losses(tmp_path / "runs" / "calm"))
-    assert sorted(run) == sorted(undisturbed) == list(range(1, 61))
-    assert np.allclose([run[step] for step in run], [undisturbed[step] for step in run], rtol=1e-11, atol=0)
-    expected = weights(tmp_path / "runs" / "calm")
+    calm = undisturbed(*steps)
+    run, expected_losses = dict(losses(job.run)), dict(losses(calm))
+    assert sorted(run) == sorted(expected_losses) == list(range(1, 61))
+    assert np.allclose([run[step] for step in run], [expected_losses[step] for step in run], rtol=1e-11, atol=0)
+    expected = weights(calm)
     for name, tensor in weights(job.run).items():
         assert np.allclose(tensor, expected[name], rtol=1e-8, atol=1e-11), name
     shares = {round(record.get("missing_share", 0.0), 3) for record in lines(job.run / "metrics.jsonl")}
@@ -84,7 +108,7 @@ def test_a_job_goes_on_without_a_node_and_takes_it_in_again(
 
 @pytest.mark.parametrize("waits_for_nodes", [False, True])
 def test_a_single_survivor_copies_its_state_only_if_the_job_waits_for_nodes(
-    waits_for_nodes: bool, launch, megascale, tiny, tmp_path
+    waits_for_nodes: bool, launch, undisturbed
 ) -> None:
     """Two replicas. The rank is killed as soon as both ranks have copies, which are therefore the source."""
     steps = ["--train.global_batch=4", "--train.micro_batch=1", "--train.precision=float64", "--train.steps=40"]
@@ -106,11 +130,9 @@ def test_a_single_survivor_copies_its_state_only_if_the_job_waits_for_nodes(
     log = (job.run / "logs" / "rank-0.log").read_text()
     assert log.count("is not copied to memory before the join") == (not waits_for_nodes), log
 
-    calm = megascale("train", tiny, *steps, "--train.name=calm", "--parallel.data=1")
-    assert calm.returncode == 0, calm.stderr
-    run, undisturbed = dict(losses(job.run)), dict(losses(tmp_path / "runs" / "calm"))
-    assert sorted(run) == sorted(undisturbed) == list(range(1, 41))
-    assert np.allclose([run[step] for step in run], [undisturbed[step] for step in run], rtol=1e-11, atol=0)
+    run, expected_losses = dict(losses(job.run)), dict(losses(undisturbed(*steps)))
+    assert sorted(run) == sorted(expected_losses) == list(range(1, 41))
+    assert np.allclose([run[step] for step in run], [expected_losses[step] for step in run], rtol=1e-11, atol=0)
 
 
 def test_copies_count_once_each_rank_has_its_own_of_the_newest_start(tmp_path) -> None:

@@ -6,21 +6,26 @@ import functools
 import json
 import re
 import shlex
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, reject
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from megascale.cli.common import DEFAULT_CLUSTER, DEFAULT_DEVICE, make_scenario
 from megascale.cli.main import app
-from megascale.config import load
+from megascale.config import Config, from_tree, load
 from megascale.core.parameter_counts import count_stage_parameters
-from megascale.errors import FitError
+from megascale.errors import ConfigError, FitError
 from megascale.simulate import search
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.defaults import choose_layout
 from megascale.simulate.planner.layout_cost import make_plan
 from megascale.simulate.render import split_constant_columns
+from megascale.simulate.scenario import dump_settings
 
 
 @functools.cache
@@ -197,6 +202,80 @@ def test_tables_fit_80_columns_and_have_no_row_of_zeros():
     assert re.search(r"^gpus +step, s +P10-P90 +MFU +tokens/s +GiB *$", sweep, re.MULTILINE)
 
 
+def set_layout(config: Config, **sizes: Any) -> Config:
+    """Return the configuration with a layout of one rank per axis, except for the given sizes."""
+    layout = {"tensor": 1, "context": 1, "pipeline": 1, "virtual": 1, "micro_batch_group_size": 0}
+    layout |= {"data": 1, "micro": 1, "recompute": "full"}
+    return search.LayoutSettings(config).set_layout(**layout | sizes)
+
+
+def set_validated_layout(config: Config, **sizes: Any) -> Config:
+    """Return the same by validating all sections."""
+    tree = dump_settings(config)
+    keys = {"virtual": "virtual_stages"}
+    for key in ("layer_split", "micro_batch_group_size"):
+        tree["parallel"].pop(key, None)
+    train = {"micro_batch": sizes.pop("micro")}
+    if not sizes["micro_batch_group_size"]:
+        del sizes["micro_batch_group_size"]
+    if sizes["context"] == 1:
+        for key in ("context", "context_parts"):
+            tree["overlap"].pop(key, None)
+    tree["parallel"] |= {keys.get(name, name): value for name, value in sizes.items()}
+    tree["train"] |= train
+    return from_tree(tree)
+
+
+def describe(make: Callable[..., Config], config: Config, sizes: dict[str, Any]) -> Any:
+    """Return a configuration's values and the keys that are set, or its error."""
+    try:
+        result = make(config, **sizes)
+    except ConfigError as error:
+        return str(error)
+    return result, {name: getattr(result, name).model_fields_set for name in result.model_fields_set}
+
+
+@given(
+    settings=st.lists(
+        st.sampled_from(
+            [
+                "parallel.zero=2",
+                "parallel.zero=3",
+                "parallel.gather_precision=float8",
+                "train.linear_precision=float8",
+                "parallel.reduce_dtype=bfloat16",
+                "overlap.reductions=copies",
+                "parallel.offload_activations=true",
+                "train.precision=bfloat16",
+                "optimizer.name=muon",
+                "model.layer_kinds.local.window=64",
+            ]
+        ),
+        max_size=3,
+        unique=True,
+    ),
+    sizes=st.fixed_dictionaries(
+        {
+            "tensor": st.sampled_from([1, 2, 3]),
+            "context": st.sampled_from([1, 2]),
+            "pipeline": st.sampled_from([1, 2, 4]),
+            "virtual": st.sampled_from([1, 2]),
+            "micro_batch_group_size": st.sampled_from([0, 4]),
+            "data": st.sampled_from([1, 8]),
+            "micro": st.sampled_from([1, 2]),
+            "recompute": st.sampled_from(["none", "selective", "full"]),
+        }
+    ),
+)
+def test_a_layout_without_repeated_validation_is_the_same(settings, sizes):
+    """Values, set keys and errors equal those of a configuration whose sections are all validated."""
+    try:
+        config = load(None, ["model.preset=gpt-1.3b", *settings])
+    except ConfigError:
+        reject()
+    assert describe(set_layout, config, sizes) == describe(set_validated_layout, config, dict(sizes))
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb", "muon"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
@@ -209,8 +288,11 @@ def test_no_layout_that_fits_is_dropped_before_its_plan(precision, zero, optimiz
     layouts = search.search_layouts(config, scenario.cluster, scenario.calibration, scenario.software, 4, 4, ["full"])
     checked = 0
     for number in np.flatnonzero((layouts.gpus == 4) & (layouts.virtual == 1) & (layouts.micro == 1)):
-        sizes = [int(array[number]) for array in (layouts.tensor, layouts.context, layouts.pipeline)]
-        layout = search.set_layout(config, *sizes, 1, 0, int(layouts.data[number]), 1, "full")
+        tensor, context, pipeline = [
+            int(array[number]) for array in (layouts.tensor, layouts.context, layouts.pipeline)
+        ]
+        data = int(layouts.data[number])
+        layout = set_layout(config, tensor=tensor, context=context, pipeline=pipeline, data=data)
         needed_gib = make_plan(layout, 4, 80.0).needed_gib
         assert search._may_fit(layouts, np.array([number]), config, needed_gib).all(), layout.parallel
         checked += 1
@@ -223,7 +305,7 @@ def test_a_layout_without_context_ranks_has_no_exchange_between_them(setting):
     key = setting.removeprefix("overlap.").partition("=")[0]
     requested = getattr(config.overlap, key)
     for context, is_kept in ((1, False), (2, True)):
-        layout = search.set_layout(config, 1, context, 1, 1, 0, 1, 1, "full")
+        layout = set_layout(config, context=context)
         assert (getattr(layout.overlap, key) == requested) == is_kept
 
 

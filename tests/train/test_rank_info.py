@@ -9,8 +9,10 @@ import pytest
 from megascale.config import from_tree
 from megascale.core.failure import describe_full_disk
 from megascale.core.layout import lay_out
-from megascale.errors import ConfigError
-from megascale.train.rank_info import check_local_ranks, find_rank_info
+from megascale.errors import ConfigError, FitError
+from megascale.train import host_check
+from megascale.train.host_check import check_local_ranks
+from megascale.train.rank_info import find_rank_info
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -59,3 +61,19 @@ def test_a_local_rank_without_a_size_is_accepted(monkeypatch: pytest.MonkeyPatch
 def test_a_size_limit_is_not_called_a_full_disk() -> None:
     assert "ulimit -f" in describe_full_disk(OSError(errno.EFBIG, "File too large"))
     assert "the disk is full" in describe_full_disk(OSError(errno.ENOSPC, "No space left on device"))
+
+
+def test_ranks_of_an_agent_compare_copies_with_all_memory_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver of a job on other machines cannot make this check."""
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MEGASCALE_NODE": "a"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    train = {"device": "cpu", "threads": 1, "global_batch": 16}
+    checkpoint = {"background": True, "memory_interval": 1, "replicas": True}
+    config = from_tree({"train": train, "model": {"vocab_size": 64}, "checkpoint": checkpoint})
+    rank_info = find_rank_info(config)
+    layout = lay_out(config, 2)
+    check_local_ranks(layout, rank_info, saves_checkpoints=True)
+    monkeypatch.setattr(host_check, "measure_memory_limit", lambda: (1 << 20, "MemTotal"))
+    with pytest.raises(FitError, match=r"checkpoint.slots=2.* MemTotal leaves 1 MiB"):
+        check_local_ranks(layout, rank_info, saves_checkpoints=True)

@@ -9,8 +9,10 @@ import torch
 
 from megascale.config import from_tree
 from megascale.core.batch import Batch
+from megascale.core.head_exchange import count_head_parts, share_heads
 from megascale.core.layout import lay_out
 from megascale.train import rehearsal, warm_up
+from megascale.train.attention_choice import list_shapes
 from megascale.train.engine import Engine
 from tests.exact.cases import SMALL, case
 
@@ -58,6 +60,30 @@ def test_a_step_of_a_small_model_is_rehearsed(name: str, monkeypatch: pytest.Mon
     assert layout.grid.world_size == 1
     assert layout.config.model.layers == (2 if name == "two kinds of layers" else 1)
     assert layout.config.model.hidden == config.model.hidden
+
+
+@pytest.mark.parametrize(
+    ("preset", "tensor", "context"),
+    [("gpt-13b", 2, 1), ("gpt-13b", 4, 1), ("llama-8b", 2, 2), ("gpt-oss-20b", 4, 1), ("qwen3-8b", 2, 1)],
+)
+def test_the_small_model_has_the_attention_shapes_of_the_run(preset: str, tensor: int, context: int) -> None:
+    """A kernel for another shape would be chosen by measurements, for which the recovery would wait."""
+    parallel = {"tensor": tensor, "context": context}
+    config = from_tree({"model": {"preset": preset, "vocab_size": 50304}, "parallel": parallel})
+    small_layout = rehearsal._lay_out_small_model(config)
+    shapes = list_shapes(config, tensor, torch.bfloat16, context=context)
+    if context > 1:
+        parts = count_head_parts(share_heads(32 // tensor, 8 // tensor, context), config.exchanges_heads_in_parts)
+        shapes = [shape._replace(N=shape.N * parts, G=shape.G * parts) for shape in shapes]
+    assert list_shapes(small_layout.config, 1, torch.bfloat16) == shapes
+
+
+def test_heads_that_ranks_cannot_share_are_kept() -> None:
+    config = from_tree(
+        {"model": {"heads": 6, "kv_heads": 3, "hidden": 96, "vocab_size": 64}, "parallel": {"context": 2}}
+    )
+    assert rehearsal._divide_widths(config) == {}
+    assert rehearsal.rehearse(config, CPU)
 
 
 def test_training_after_a_rehearsal_has_the_same_losses() -> None:

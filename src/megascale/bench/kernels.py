@@ -27,10 +27,11 @@ def _format_us(seconds: float | None) -> str:
 def print_result(result: dict[str, Any]) -> None:
     """Print the table of `kernel_measures.run`'s result, the errors of its rows, and the rates of the machine."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=170)
+    from megascale.core.output_console import OutputConsole
+
+    console = OutputConsole(highlight=False)
     title = f"{result['device']}, torch {result['torch']}, triton {result['triton']}, {result['date']}"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1))
     for name in ("op", "shape", "dtype"):

@@ -81,7 +81,8 @@ def join_groups(config: Config, name_suffix: str = "") -> tuple[RankInfo, Groups
     """
     from megascale.core.layout import lay_out
     from megascale.rendezvous.start_job import initialise
-    from megascale.train.rank_info import check_local_ranks, find_rank_info
+    from megascale.train.host_check import check_local_ranks
+    from megascale.train.rank_info import find_rank_info
 
     rank_info = find_rank_info(config)
     check_local_ranks(lay_out(config, rank_info.world), rank_info, saves_checkpoints=False)
@@ -204,19 +205,22 @@ def measure_steps(
     if rank_info.rank == 0:
         monitor.make_result = make_result
     with close_engine_at_end(engine):
-        with watcher or contextlib.nullcontext():
-            _time_steps(
-                engine,
-                samples,
-                steps,
-                warmup=warmup,
-                gc_interval=config.train.gc_interval,
-                records=step_records,
-                monitor=monitor,
-            )
+        try:
+            with watcher or contextlib.nullcontext():
+                _time_steps(
+                    engine,
+                    samples,
+                    steps,
+                    warmup=warmup,
+                    gc_interval=config.train.gc_interval,
+                    records=step_records,
+                    monitor=monitor,
+                )
+        finally:
+            monitor.exchange_bytes = engine.count_exchange_bytes()
         next_step = warmup + steps + 1
         if device.type == "cuda":
-            _measure_memory(engine, device, device_records)
+            _measure_memory(monitor.exchange_bytes, device, device_records)
             _measure_gemm_rate(device, device_records, gemm_seconds)
             # With a pipeline, a device also waits for the messages of other stages.
             if config.parallel.pipeline == 1:
@@ -272,10 +276,10 @@ def _measure_gemm_rate(device: torch.device, records: _DeviceRecords, seconds: f
         records.gemm_rates.append(measure_sustained_gemm_rate(device, seconds))
 
 
-def _measure_memory(engine: Engine, device: torch.device, records: _DeviceRecords) -> None:
+def _measure_memory(exchange_bytes: int, device: torch.device, records: _DeviceRecords) -> None:
     import torch
 
-    records.exchange_memory_gib = engine.count_exchange_bytes() / 2**30
+    records.exchange_memory_gib = exchange_bytes / 2**30
     records.peak_memory_gib = torch.cuda.max_memory_allocated(device) / 2**30 + records.exchange_memory_gib
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     records.used_memory_gib = (total_bytes - free_bytes) / 2**30
@@ -416,6 +420,8 @@ def _profile_step(engine: Any, samples: RandomSamples, step: int, *, out: Path, 
     with profile(activities=activities, acc_events=True) as profiler:
         engine.start_gather()
         engine.step(samples.read_batch, step, LEARNING_RATE, has_next_step=True, sum_weights=samples.sum_weights)
+        # The next step's gathers have begun. torch records their ends in the profiler, and crashes after its end.
+        engine.synchronize()
         if is_cuda:
             torch.cuda.synchronize()
     if rank != 0:

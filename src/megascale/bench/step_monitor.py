@@ -29,6 +29,7 @@ class StepMonitor:
         losses: loss of each step, for such measurements.
         make_result: returns the figures of the timed steps so far, and None before the first one. None on ranks that
             return no figures.
+        exchange_bytes: this rank's memory for exchanges between GPUs, which torch's statistics do not count.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class StepMonitor:
         self.seconds: list[float] = []
         self.losses: list[float] = []
         self.make_result: Callable[[], dict[str, Any] | None] | None = None
+        self.exchange_bytes = 0
         self._name = name
         self._warmup = warmup
         self._steps = steps

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -39,11 +40,16 @@ def measure_device_seconds(function: Callable[[], Any], replay_seconds: float = 
     calls = max(1, min(64, round(replay_seconds / max(_measure_seconds_per_call(function, 3), 1e-7))))
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            for _ in range(calls):
-                function()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+                for _ in range(calls):
+                    function()
+        is_empty = any("Graph is empty" in str(warning.message) for warning in caught)
     except Exception:  # The function cannot be captured, for example because it synchronizes with the device.
         torch.cuda.synchronize()
+        is_empty = True
+    if is_empty:
         return _measure_seconds_per_call(function, REPEATS)
     graph.replay()
     return statistics.median(_measure_seconds_per_call(graph.replay, 1) for _ in range(REPEATS)) / calls

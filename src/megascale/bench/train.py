@@ -138,12 +138,15 @@ def load_shape_config(overrides: list[str]) -> Config:
 
 def print_result(result: dict[str, Any]) -> None:
     """Print the figures of `measure_training`'s result as a table."""
-    from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from megascale.bench.gpu_watch import summarize_samples
+    from megascale.core.output_console import OutputConsole
 
     table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(no_wrap=True)
     shortest, longest = result["step_seconds_min_max"]
     rows = [
         ("model", f"{result['model']}, {result['global_batch']} x {result['sequence_length']} tokens per step"),
@@ -176,5 +179,5 @@ def print_result(result: dict[str, Any]) -> None:
             rows.append(("", result["watch_trouble"]))
     rows += [("active", f"{op}: {choice}") for op, choice in result["active"].items()]
     for label, value in rows:
-        table.add_row(f"[dim]{label}[/dim]", value)
-    Console(highlight=False, width=160).print(table)
+        table.add_row(f"[dim]{label}[/dim]", escape(value))
+    OutputConsole(highlight=False).print(table)

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
         has_saved_state,
         start_service,
     )
+    from megascale.checkpoint.chunk_source import LoadReport
     from megascale.checkpoint.format.chunks import TensorShard
     from megascale.checkpoint.format.step_folders import latest, steps
     from megascale.checkpoint.format.verify import Summary, inspect
-    from megascale.checkpoint.loader import LoadReport, load
+    from megascale.checkpoint.loader import load
     from megascale.checkpoint.saver import save
 
 __all__ = [
@@ -45,7 +46,7 @@ __all__ = [
 _MODULES = {
     "Checkpointer": "checkpointer",
     "EarlySlots": "background.early_slots",
-    "LoadReport": "loader",
+    "LoadReport": "chunk_source",
     "SaveOutcome": "background.staging",
     "TensorShard": "format.chunks",
     "Summary": "format.verify",

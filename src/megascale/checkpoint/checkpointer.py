@@ -24,11 +24,12 @@ from megascale.checkpoint.background.load_from_memory import (
 )
 from megascale.checkpoint.background.snapshot import Snapshots
 from megascale.checkpoint.background.staging import SaveOutcome, StagingSlot
+from megascale.checkpoint.chunk_source import LoadReport
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.chunks import TensorShard
 from megascale.checkpoint.format.commit import Commit
 from megascale.checkpoint.live_state import LivePlan, LiveState, load_live, plan_live_load
-from megascale.checkpoint.loader import AcceptState, LoadReport, load, warn
+from megascale.checkpoint.loader import AcceptState, load, warn
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.saver import save_to_storage
 from megascale.checkpoint.storage.base import Storage
@@ -51,10 +52,12 @@ class StoredState(NamedTuple):
     Attributes:
         sequence: number of the newest commit, 0 if there is none.
         identity: identity of the folder, "" if it has none.
+        step: step of the newest commit, 0 if there is none.
     """
 
     sequence: int
     identity: str
+    step: int = 0
 
 
 class Checkpointer:
@@ -113,7 +116,7 @@ class Checkpointer:
         self.is_standing = False
         self._base_generation = ""  # generation of the save in memory from which the run started, or an empty text
         self._last_sequence = 0  # number of the newest save that an earlier attempt of this process's peers began
-        self._is_only_in_memory = False  # whether the loaded state is not in storage
+        self._saves_first_step = False  # whether the loaded state is not in storage
         self._foreground_outcomes: list[SaveOutcome] = []
         self._skipped_commits: list[Commit] = []
 
@@ -129,7 +132,7 @@ class Checkpointer:
             return "storage"
         # A job that saves neither at an interval nor at its end keeps its state out of storage after a load too. The
         # check of a start reserves no disk for it.
-        if self._is_only_in_memory and (interval or self.config.at_end):
+        if self._saves_first_step and (interval or self.config.at_end):
             return "storage"
         if memory_interval and step % memory_interval == 0:
             return "memory"
@@ -176,8 +179,7 @@ class Checkpointer:
             stored = self.peers.compute_once(lambda: _find_newest(storage, step), StoredState)
             report.measure("commits", part_start)
         result = self._load_from_memory(
-            stored.sequence,
-            stored.identity,
+            stored,
             step=step,
             shards=shards,
             report=report,
@@ -213,8 +215,7 @@ class Checkpointer:
 
     def _load_from_memory(
         self,
-        sequence: int,
-        identity: str,
+        stored: StoredState,
         *,
         step: int | None,
         shards: Sequence[TensorShard],
@@ -226,8 +227,7 @@ class Checkpointer:
         """Load from running processes or from memory what is at least as new as the newest commit in storage.
 
         Args:
-            sequence: number of the newest commit in storage.
-            identity: identity of the checkpoints folder; "" if it has none.
+            stored: newest commit in storage.
 
         Returns:
             The saved state, None without such a state, or text that describes the damage of the save in memory.
@@ -236,14 +236,14 @@ class Checkpointer:
         saves: list[MemorySave] = []
         part_start = time.monotonic()
         try:
-            if self.config.background and identity:
+            if self.config.background and stored.identity:
                 connection = _connect_service(self.config, self.run)
-                saves = list_memory_saves(connection, self.peers, identity)
+                saves = list_memory_saves(connection, self.peers, stored.identity)
             save = next((save for save in saves if save.is_complete), None)
             plan = None
             part_start = report.measure("saves", part_start)  # the wait for the slowest process is part of it
             if live is not None and step is None:
-                plan = plan_live_load(live, saves, sequence, shards, self.peers)
+                plan = plan_live_load(live, saves, stored.sequence, shards, self.peers)
                 report.measure("plan", part_start)
             if plan is not None and live is not None:
                 self.is_standing = live.is_in_place and live.step == plan.step and bool(plan.elements)
@@ -263,7 +263,7 @@ class Checkpointer:
                         begin=begin,
                         slots=self._reused_slots,
                     )
-            elif save is None or save.sequence < sequence or step not in (None, save.step):
+            elif save is None or save.sequence < stored.sequence or step not in (None, save.step):
                 return None
             else:
                 with _short_thread_turns():
@@ -288,15 +288,15 @@ class Checkpointer:
             if self.peers.rank == 0:
                 warn(f"{damage}; loading from storage instead")
             return damage
-        self._note_memory_load(plan, save, sequence)
+        self._note_memory_load(plan, save, stored)
         return result
 
-    def _note_memory_load(self, plan: LivePlan | None, save: MemorySave | None, sequence: int) -> None:
+    def _note_memory_load(self, plan: LivePlan | None, save: MemorySave | None, stored: StoredState) -> None:
         """Store where the state came from, and what later saves must know of it.
 
         Args:
             save: newest complete save in memory.
-            sequence: number of the newest commit in storage.
+            stored: newest commit in storage.
         """
         if save is not None:
             self._base_generation = save.generation
@@ -311,7 +311,21 @@ class Checkpointer:
         else:
             self.loaded_from = "running ranks"
         base_sequence = folders.get_sequence(self._base_generation)
-        self._is_only_in_memory = plan is not None or base_sequence > sequence
+        is_newer = plan is not None or base_sequence > stored.sequence
+        loaded = save if plan is None else plan
+        assert loaded is not None
+        self._saves_first_step = is_newer and not self._may_wait_for_interval(loaded.step, stored.step)
+
+    def _may_wait_for_interval(self, loaded_step: int, stored_step: int) -> bool:
+        """Return whether a state that was loaded from memory may go to storage at the next interval only.
+
+        With checkpoint.memory_wait the steps after a save to storage wait until it is written. A recovery then saves
+        at once only if the last due save is missing.
+        """
+        interval = self.config.interval
+        if not self.config.memory_wait or not interval:
+            return False
+        return stored_step >= loaded_step // interval * interval
 
     def confirm_load(self) -> None:
         """Record that the run continues from the loaded state, and mark the commits that were found damaged.
@@ -351,7 +365,7 @@ class Checkpointer:
             return True
         has_begun = self._open_snapshots().start(step, state, persist=persist, wait=wait)
         if has_begun and persist:
-            self._is_only_in_memory = False
+            self._saves_first_step = False
         return has_begun
 
     def _open_snapshots(self) -> Snapshots:
@@ -577,5 +591,6 @@ def _find_newest(storage: Storage, step: int | None) -> StoredState:
     """Commit complete saves whose committer died. Then return the newest commit (of `step`, if given)."""
     pending_saves.finish_pending(storage)
     commits, _ = folders.list_commits(storage)
-    sequences = [commit.sequence for commit in commits if step in (None, commit.step)]
-    return StoredState(max(sequences, default=0), folders.read_identity(storage))
+    positions = [(commit.sequence, commit.step) for commit in commits if step in (None, commit.step)]
+    sequence, newest_step = max(positions, default=(0, 0))
+    return StoredState(sequence, folders.read_identity(storage), newest_step)

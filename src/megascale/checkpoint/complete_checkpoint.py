@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from megascale.checkpoint.chunk_source import LoadReport, StorageChunks, read_chunks
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.chunks import box_slices, intersect_boxes
 from megascale.checkpoint.format.commit import Commit, DamagedCheckpoint
 from megascale.checkpoint.format.index import TensorInfo
-from megascale.checkpoint.loader import LoadReport, StorageChunks, read_chunks
 from megascale.checkpoint.storage.base import Storage
 from megascale.core.tensors import Box
 from megascale.errors import DataError

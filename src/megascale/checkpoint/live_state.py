@@ -23,6 +23,8 @@ from megascale.checkpoint.background.load_from_memory import (
     MemorySnapshots,
     describe_memory_save,
 )
+from megascale.checkpoint.chunk_source import ChunkSource, LoadReport
+from megascale.checkpoint.chunk_transfer import ChunkTransfer
 from megascale.checkpoint.copies import ShardCopier
 from megascale.checkpoint.format.archive import element_size
 from megascale.checkpoint.format.chunks import TensorShard, intersect_boxes
@@ -30,7 +32,7 @@ from megascale.checkpoint.format.index import CheckpointIndex, TensorInfo
 from megascale.checkpoint.format.read_plan import ChunkRequest, request_chunks
 from megascale.checkpoint.format.step_folders import get_nonce
 from megascale.checkpoint.format.write_plan import Offer, make_offer
-from megascale.checkpoint.loader import AcceptState, ChunkSource, ChunkTransfer, LoadReport, fill_shards
+from megascale.checkpoint.loader import AcceptState, fill_shards
 from megascale.checkpoint.object_collectives import Peers, decode_value, encode_value
 from megascale.checkpoint.saver import cut_chunks, get_dtype_name
 from megascale.core.tensors import Box

@@ -7,11 +7,11 @@ from math import prod
 
 import numpy as np
 
+from megascale.checkpoint.chunk_source import ChunkSource
 from megascale.checkpoint.conversion import Source
 from megascale.checkpoint.format.archive import element_size
 from megascale.checkpoint.format.chunks import CHUNK_BYTES, split_box
 from megascale.checkpoint.format.index import CheckpointIndex, TensorInfo
-from megascale.checkpoint.loader import ChunkSource
 from megascale.checkpoint.saver import to_host_bytes
 from megascale.checkpoint.storage.base import Buffer
 from megascale.core.tensors import Box

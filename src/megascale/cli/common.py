@@ -172,7 +172,7 @@ def print_json(record: Any, indent: int | None = None) -> None:
 
 def make_console(**options: Any) -> Console:
     """Return a console that does not colour numbers, and does not cut words of tables."""
-    from megascale.cli.output_console import OutputConsole
+    from megascale.core.output_console import OutputConsole
 
     return OutputConsole(highlight=False, **options)
 

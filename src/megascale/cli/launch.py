@@ -172,7 +172,7 @@ def _drive(config: Config, dashboard: int | None) -> int:
     if not is_running:
         read_job_files(config)  # raises an error for a missing or malformed file
     if start_driver.uses_other_machines(config):
-        log_line("driver", "data, memory and disks are those of other machines: each rank checks its own")
+        log_line("driver", "data and memory are those of other machines: each node checks its own")
     elif not is_running and not is_foreign:
         _check_machine(resolved, layout, size, lambda line: log_line("driver", line))
     if dashboard is None:

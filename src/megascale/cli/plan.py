@@ -198,6 +198,7 @@ def _print_plan(cost: LayoutCost, console: Console) -> None:
     """Print a plan as tables and a picture."""
     _print_layout(cost, console)
     _print_memory(cost, console)
+    _print_host_memory(cost, console)
     _print_schedule(cost, console)
     _print_traffic(cost, console)
     for note in cost.notes():
@@ -289,6 +290,28 @@ def _print_memory(cost: LayoutCost, console: Console) -> None:
     console.print(
         f"{verdict}: the fullest rank needs {cost.needed_gib:.1f} GiB of {cost.device_gib:g}, with {RESERVE_GIB:g} GiB "
         "reserved for CUDA, communicators and the allocator",
+        soft_wrap=True,
+    )
+
+
+def _print_host_memory(cost: LayoutCost, console: Console) -> None:
+    """Print the host memory that the rank with most of it needs besides its process, if it needs any."""
+    largest = max(cost.host_memory, key=lambda memory: memory.total)
+    if not largest.total:
+        return
+    purposes = []
+    for byte_count, purpose in (
+        (largest.snapshots, "snapshots (checkpoint.slots)"),
+        (largest.replicas, "copies of another host's snapshots (checkpoint.replicas)"),
+        (largest.optimizer_state, "optimizer state (optimizer.offload)"),
+        (largest.inputs, "inputs of layers (parallel.offload_activations)"),
+    ):
+        if byte_count:
+            purposes.append(f"{byte_count / 2**30:.2f} {purpose}")
+    ranks = cost.layout.grid.ranks_per_host
+    console.print(
+        f"host memory: {largest.total / 2**30:.2f} GiB per rank, {ranks * largest.total / 2**30:.1f} GiB per host of "
+        f"{format_count(ranks, 'rank')}: {', '.join(purposes)}",
         soft_wrap=True,
     )
 

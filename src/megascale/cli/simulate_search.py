@@ -37,6 +37,7 @@ from megascale.errors import ConfigError, FitError
 
 if TYPE_CHECKING:
     from megascale.config import Config
+    from megascale.simulate.run_cost import RunCost
     from megascale.simulate.scenario import Scenario
     from megascale.simulate.step import StepEstimate
 
@@ -143,12 +144,7 @@ def search(
     )
     variants = _list_variants(base, batches, precisions=precisions, zero_values=zero_values)
     results, skipped = layout_finder.find_layouts(variants)
-    if days is not None:
-        results.sort(key=lambda result: (result.scenario.gpus, result.days(tokens)))
-        title = f"fewest GPUs for {tokens:.3g} tokens in {days:g} days"
-    else:
-        results.sort(key=lambda result: result.days(tokens))
-        title = f"fastest layouts on {results[0].scenario.gpus:,} GPUs"
+    title = _sort_layouts(results, tokens, days)
     if not (batches or precisions):  # with these options each variant must be listed
         del results[_MAX_LISTED_LAYOUTS:]
     best = results[0]
@@ -166,10 +162,7 @@ def search(
         searched = layout_finder.describe(zero_values)
         console.print(f"searched: {searched}, {shares[0]:.0%} effective training time", soft_wrap=True)
         render.print_layouts(results, tokens, shares, console, title)
-        render.print_assumptions([best], console)
-        render.print_cost(costs[0], console)
-        print_skipped(skipped, console)
-        print_choice(best.scenario.config, "the first, to paste:")
+        _print_best(best, costs[0], skipped=skipped, console=console)
         _print_sensitivities(sensitivities, console)
     if toml is not None:
         write_text(toml, best.scenario.config.to_toml(), "--toml")
@@ -400,6 +393,30 @@ def _list_variants(
             for zero in zero_values:
                 variants.append(scenario_of_batch.with_config(set_zero(scenario_of_batch.config, zero)))
     return variants
+
+
+def _sort_layouts(results: list[StepEstimate], tokens: float, days: float | None) -> str:
+    """Sort layouts, the best one first, and return the title of their table.
+
+    Args:
+        tokens: training tokens of the run.
+        days: deadline of the run; None: the fastest layout is the best.
+    """
+    if days is not None:
+        results.sort(key=lambda result: (result.scenario.gpus, result.days(tokens)))
+        return f"fewest GPUs for {tokens:.3g} tokens in {days:g} days"
+    results.sort(key=lambda result: result.days(tokens))
+    return f"fastest layouts on {results[0].scenario.gpus:,} GPUs"
+
+
+def _print_best(best: StepEstimate, cost: RunCost, *, skipped: list[str], console: Any) -> None:
+    """Print the assumptions, the cost and the options of the best layout, and the variants without a layout."""
+    from megascale.simulate import render
+
+    render.print_assumptions([best], console)
+    render.print_cost(cost, console)
+    print_skipped(skipped, console)
+    print_choice(best.scenario.config, "the first, to paste:")
 
 
 def _print_sensitivities(sensitivities: dict[str, tuple[float, float]], console: Any) -> None:

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megascale.config.base import Section
     from megascale.config.cluster_sections import KubernetesConfig, SlurmConfig
-    from megascale.config.loading import from_tree, list_presets, load, load_command_line, load_written, read_preset
+    from megascale.config.loading import (
+        from_tree,
+        list_presets,
+        load,
+        load_command_line,
+        load_written,
+        read_preset,
+        replace_sections,
+    )
     from megascale.config.model_section import ModelConfig
     from megascale.config.parallel_sections import OverlapConfig, ParallelConfig
     from megascale.config.resilience_section import ForeignConfig, ResilienceConfig
@@ -53,6 +61,7 @@ __all__ = [
     "load_command_line",
     "load_written",
     "read_preset",
+    "replace_sections",
     "resolve_precision",
     "split_password",
 ]
@@ -82,6 +91,7 @@ _MODULES = {
     "load_command_line": "loading",
     "load_written": "loading",
     "read_preset": "loading",
+    "replace_sections": "loading",
     "resolve_precision": "tree",
     "split_password": "run_sections",
 }

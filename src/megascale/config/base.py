@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
@@ -31,14 +32,21 @@ class Section(BaseModel):
         """Accept one value for a list of values, except for a field whose own validator splits text into names."""
         if not isinstance(tree, dict):
             return tree
-        wrapped = {}
-        for key, value in tree.items():
-            field = cls.model_fields.get(key)
-            is_list = field is not None and "list[" in str(field.annotation)
-            # Before-validators of list fields split text, such as "attention.query,mlp.out".
-            has_splitter = field is not None and any(isinstance(item, BeforeValidator) for item in field.metadata)
-            wrapped[key] = wrap_single_value(value) if is_list and not has_splitter else value
-        return wrapped
+        list_fields = find_list_fields(cls)
+        return {key: wrap_single_value(value) if key in list_fields else value for key, value in tree.items()}
+
+
+@cache
+def find_list_fields(section: type[Section]) -> frozenset[str]:
+    """Return the names of the fields with lists of values, without those whose own validator splits text.
+
+    Before-validators of list fields split text, such as "attention.query,mlp.out".
+    """
+    return frozenset(
+        name
+        for name, field in section.model_fields.items()
+        if "list[" in str(field.annotation) and not any(isinstance(item, BeforeValidator) for item in field.metadata)
+    )
 
 
 def wrap_single_value(value: Any) -> Any:

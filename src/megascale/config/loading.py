@@ -180,6 +180,25 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
     return config
 
 
+def replace_sections(config: Config, tables: Mapping[str, Mapping[str, Any]]) -> Config:
+    """Return a validated configuration with other sections. Raises the ConfigError of `from_tree`.
+
+    Only these sections and the checks that concern several sections are validated, since the others are immutable.
+
+    Args:
+        tables: values of each replaced section.
+    """
+    sections: dict[str, Any] = {name: getattr(config, name) for name in type(config).model_fields}
+    try:
+        for name, table in tables.items():
+            sections[name] = type(sections[name]).model_validate(table)
+        replaced = Config.model_validate(sections)
+    except ValidationError:
+        return from_tree({**config.model_dump(exclude_none=True), **tables})  # explains the fault
+    check_owners(replaced)
+    return replaced
+
+
 def _merge_tables(preset: Mapping[str, Any], table: Mapping[str, Any], field: FieldInfo | None) -> dict[str, Any]:
     """Return a preset's table with the keys of `table` in place of its own.
 

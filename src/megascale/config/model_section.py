@@ -261,7 +261,9 @@ class ModelConfig(Section):
 
     def _check_experts(self) -> None:
         """Raise ValueError unless the settings of experts have an effect and are supported."""
-        has_experts = any(self.resolve_kind(letter).mlp == "experts" for letter in self.layer_letters())
+        # A search of layouts loads the settings of models with a hundred layers and a few kinds hundreds of times.
+        mlp_by_letter = {letter: self.resolve_kind(letter).mlp for letter in set(self.layer_letters())}
+        has_experts = "experts" in mlp_by_letter.values()
         if self.experts is not None and not has_experts:
             raise ValueError(
                 f"[model.experts] has no effect, since model.mlp={self.mlp}; set model.mlp=experts, or remove "
@@ -274,7 +276,7 @@ class ModelConfig(Section):
                 "model.mlp_bias=true does not apply to model.mlp=experts; set model.mlp_bias=false, and "
                 "model.experts.biases=true for experts with biases"
             )
-        mlps = [self.resolve_kind(letter).mlp for letter in self.layer_letters()]
+        mlps = [mlp_by_letter[letter] for letter in self.layer_letters()]
         dense_layers = self.expert_settings.dense_layers  # number of first layers that are dense in any case
         if "experts" not in mlps[dense_layers:]:
             raise ValueError(

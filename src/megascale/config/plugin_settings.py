@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from megascale.config.base import find_list_fields
 from megascale.config.registry import load_plugins
 from megascale.errors import ConfigError
 
@@ -107,6 +108,7 @@ def _rebuild(section_type: Any) -> None:
     """Rebuild the validators of a section and of the configuration after a change of the section's fields."""
     from megascale.config import Config
 
+    find_list_fields.cache_clear()
     section_type.model_rebuild(force=True)
     Config.model_rebuild(force=True)
 

@@ -65,6 +65,22 @@ class Capacity:
         )
 
 
+def measure_memory_limit(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> tuple[int | None, str]:
+    """Return the bytes of host memory that processes may use together, used or free, and the name of the limit.
+
+    Args:
+        proc, cgroups: folders of the kernel's files.
+    """
+    kib = _read_field(proc / "meminfo", "MemTotal")
+    limits: list[_Limit] = [(None if kib is None else kib * 1024, "MemTotal")]
+    for folder, is_v2 in _cgroup_folders(proc, cgroups, "memory"):
+        name = "memory.max" if is_v2 else "memory.limit_in_bytes"
+        limit = _read_number(folder / name)
+        if limit is not None and limit < _UNLIMITED:
+            limits.append((limit, f"the control group's {name}"))
+    return _find_tightest(limits)
+
+
 def usable_cores() -> int:
     """Return the number of CPU cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):

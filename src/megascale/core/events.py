@@ -15,7 +15,7 @@ class Event(StrEnum):
     ACTIVE = "active"
     LOADER_RESTARTED = "loader_restarted"
     LOADER_SLOW = "loader_slow"
-    FIRST_SNAPSHOT = "first_snapshot"  # from now on the run can restart from its hosts' memory
+    FIRST_SNAPSHOT = "first_snapshot"  # rank 0's first snapshot of a start is complete
     CHECKPOINT_SAVED = "checkpoint_saved"
     CHECKPOINT_FAILED = "checkpoint_failed"
     CHECKPOINT_SKIPPED = "checkpoint_skipped"

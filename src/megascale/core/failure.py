@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
@@ -56,6 +57,21 @@ def describe_error(error: BaseException) -> str:
         if not isinstance(cause, SystemExit):
             return f"{type(cause).__name__}: {cause}"[:1000]
     return ""
+
+
+def describe_exit(code: int) -> str:
+    """Return a phrase for the exit code of a process; a negative code is the number of the signal that ended it."""
+    if code >= 0:
+        return f"exit code {code}"
+    return f"signal {name_signal(-code)}"
+
+
+def name_signal(number: int) -> str:
+    """Return the name of a signal, or its number if Python has no name for it, as for real-time signals."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
 
 
 def reserve_file_space(descriptor: int, size: int) -> None:

@@ -6,19 +6,23 @@ the check, the kernel or the allocator would end the run. `train.fit=force` star
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megascale.config import Config
-from megascale.core.adapters import AdapterSpec, count_adapter_elements, count_adapter_state
+from megascale.config import CheckpointConfig, Config
 from megascale.core.capacity import Capacity, free_disk
-from megascale.core.layers import ChunkLayers
+from megascale.core.host_memory import (
+    HostMemory,
+    checkpoint_bytes,
+    count_replica_slots,
+    count_slots,
+    estimate_host_memory,
+)
 from megascale.core.layout import Layout
-from megascale.core.memory import MemoryEstimate, estimate_offloaded_input_bytes
-from megascale.core.parameter_counts import ceil_divide, count_checkpoint_elements
+from megascale.core.memory import MemoryEstimate
+from megascale.core.parameter_counts import ceil_divide
 from megascale.core.rank_memory import GPU_CONTEXT, estimate_rank_memory
-from megascale.core.tensors import DTYPE_BYTES
 from megascale.core.terminal import print_error
 from megascale.errors import FitError
 
@@ -59,6 +63,7 @@ class HostShare:
             memory for training is not checked.
         writes_checkpoints: whether checkpoints are written.
         is_running: whether the processes exist already (started by torchrun), so that only their tensors count.
+        reused_bytes: bytes of copies of the state that a checkpoint service of the run already has.
     """
 
     world: int
@@ -69,6 +74,7 @@ class HostShare:
     has_model: bool = True
     writes_checkpoints: bool = True
     is_running: bool = False
+    reused_bytes: int = 0
 
 
 def check_host(
@@ -96,13 +102,44 @@ def check_host(
         faults += _memory_faults(config, layout, share, capacity, stage_ranks)
     if share.writes_checkpoints:
         faults += _disk_faults(config, measure_free_disk)
-    if faults and config.train.fit == "check":
-        hint = f"This is an estimate: {FORCE_OPTION} starts nevertheless"
-        raise FitError("\n".join(f"{fault}. {hint}" for fault in faults))
-    for fault in faults:
-        report(f"train.fit=force: starting although {fault}")
+    _refuse(config, faults, report)
     if not share.uses_gpus and share.ranks > MAX_TRAINERS_PER_CORE * capacity.cores:
         report(f"{share.ranks} ranks share {capacity.cores} cores: starting will take long and steps will be slow")
+
+
+def check_host_memory(
+    layout: Layout,
+    share: HostShare,
+    capacity: Capacity,
+    *,
+    snapshot_growth: float = 1.0,
+    report: Callable[[str], None] = print_error,
+) -> None:
+    """Check the host memory of a launched job's node, whose driver runs on another machine.
+
+    Args:
+        capacity: memory of the host, used or free.
+        snapshot_growth: size of snapshots after the loss of as many replicas as are allowed, relative to the size now.
+            A warning says if the host has too little memory for them.
+        report: receives warnings.
+
+    Raises FitError as `check_host`.
+    """
+    config = layout.config
+    if capacity.memory is None:
+        return
+    needs = _host_needs(layout, share, count_local_stage_ranks(layout, share))
+    if needs.total > capacity.memory:
+        _refuse(config, [_describe_lack(config, share, capacity, needs)], report)
+        return
+    grown_bytes = needs.total + int((snapshot_growth - 1) * needs.memory.copies)
+    if grown_bytes > capacity.memory:
+        report(
+            f"resilience.max_missing_replicas={config.resilience.max_missing_replicas}: with as many replicas missing, "
+            f"copies of the state grow and {_describe_ranks(share)} need {_format_size(grown_bytes)} of this host's "
+            f"memory, of which {capacity.memory_from} leaves {_format_size(capacity.memory)}. Snapshots would then "
+            f"fail; set {_list_smaller_copies(config.checkpoint)}, or a smaller resilience.max_missing_replicas"
+        )
 
 
 def check_processes(option: str, count: int, process_bytes: int, capacity: Capacity | None = None) -> None:
@@ -132,17 +169,6 @@ def count_local_stage_ranks(layout: Layout, share: HostShare) -> dict[int, int]:
         stage_start, stage_stop = stage * stage_size, (stage + 1) * stage_size
         counts[stage] = min(stop, stage_stop) - max(first, stage_start)
     return counts
-
-
-def checkpoint_bytes(config: Config) -> int:
-    """Return the bytes of a checkpoint: master weights and the optimizer's state."""
-    itemsize = max(4, DTYPE_BYTES[config.train.precision])
-    adapters = AdapterSpec.from_config(config.train)
-    if adapters is not None:
-        layers = ChunkLayers.from_range(range(config.model.layers))
-        elements = count_adapter_elements(config.model, adapters, layers)
-        return itemsize * (elements + count_adapter_state(config.model, adapters, layers, config.optimizer.name))
-    return itemsize * count_checkpoint_elements(config.optimizer.name, config.model)
 
 
 def _count_trainers(share: HostShare, has_standby: bool) -> int:
@@ -199,24 +225,79 @@ def _memory_faults(
             f"({_describe_kinds(fullest)}; {sizes}) and the GPU has {_format_size(gpu_memory)}; "
             f"{_suggest_smaller_tensors(config, has_graphs=fullest.graph_buffers > 0, has_standby=has_standby)}"
         )
+    needs = _host_needs(layout, share, stage_ranks, estimates)
+    if capacity.memory is not None and needs.total > capacity.memory:
+        faults.append(_describe_lack(config, share, capacity, needs))
+    return faults
+
+
+def _refuse(config: Config, faults: Sequence[str], report: Callable[[str], None]) -> None:
+    """Raise FitError with the faults, if any. With train.fit=force report them instead."""
+    if faults and config.train.fit == "check":
+        hint = f"This is an estimate: {FORCE_OPTION} starts nevertheless"
+        raise FitError("\n".join(f"{fault}. {hint}" for fault in faults))
+    for fault in faults:
+        report(f"train.fit=force: starting although {fault}")
+
+
+def _host_needs(
+    layout: Layout,
+    share: HostShare,
+    stage_ranks: dict[int, int],
+    estimates: Mapping[int, MemoryEstimate] | None = None,
+) -> _HostNeeds:
+    """Return what this host's ranks need of its memory.
+
+    Args:
+        stage_ranks: number of this host's ranks by pipeline stage.
+        estimates: memory of tensors by stage; default: computed for ranks on the CPU.
+    """
+    config = layout.config
     tensor_bytes = 0
+    fullest = None
     if not share.uses_gpus:
+        if estimates is None:
+            estimates = {stage: _estimate_cpu_memory(layout, stage) for stage in stage_ranks}
         tensor_bytes = sum(estimates[stage].total * ranks for stage, ranks in stage_ranks.items())
-    needs = _HostNeeds(
+        fullest = max(estimates.values(), key=lambda estimate: estimate.total)
+    # All nodes of a job with agents on this machine keep their copies here.
+    keeps_peers = share.ranks == share.world
+    memory = estimate_host_memory(
+        layout,
+        stage_ranks,
+        uses_gpus=share.uses_gpus,
+        saves=share.writes_checkpoints,
+        has_peers=not keeps_peers or (share.nodes > 0 and config.resilience.nodes > 1),
+        keeps_peers=keeps_peers,
+    )
+    return _HostNeeds(
         process_bytes=_process_bytes(share, has_standby=config.resilience.standby_processes),
         tensor_bytes=tensor_bytes,
-        copy_bytes=_staged_bytes(config, share),
-        input_bytes=_offloaded_input_bytes(layout, share, stage_ranks),
+        memory=memory,
+        reused_bytes=share.reused_bytes,
+        fullest=fullest,
     )
-    if capacity.memory is not None and needs.total > capacity.memory:
-        ranks = _describe_ranks(share)
-        tensors = f"tensors of {ranks} (the fullest: {_describe_kinds(fullest)}; {sizes})"
-        faults.append(
-            f"this host has too little memory: {needs.describe(ranks, tensors)}, {_format_size(needs.total)} in "
-            f"total, and {capacity.memory_from} leaves {_format_size(capacity.memory)}; "
-            f"{needs.suggest_remedy(config, share)}"
-        )
-    return faults
+
+
+def _estimate_cpu_memory(layout: Layout, stage: int) -> MemoryEstimate:
+    """Return the peak memory of a rank of a stage that trains on the CPU."""
+    estimate, _ = estimate_rank_memory(layout.config, layout.grid, layout.schedule(), stage, has_gpu=False)
+    return estimate
+
+
+def _describe_lack(config: Config, share: HostShare, capacity: Capacity, needs: _HostNeeds) -> str:
+    """Return the fault of a host with too little memory."""
+    assert capacity.memory is not None, "memory is compared"
+    ranks = _describe_ranks(share)
+    sizes = f"model.layers={config.model.layers} x model.hidden={config.model.hidden}, {config.train.precision}"
+    tensors = f"tensors of {ranks}"
+    if needs.fullest is not None:
+        tensors += f" (the fullest: {_describe_kinds(needs.fullest)}; {sizes})"
+    return (
+        f"this host has too little memory: {needs.describe(config.checkpoint, ranks, tensors)}, "
+        f"{_format_size(needs.total)} in total, and {capacity.memory_from} leaves {_format_size(capacity.memory)}; "
+        f"{needs.suggest_remedy(config, share)}"
+    )
 
 
 @dataclass(frozen=True)
@@ -226,32 +307,41 @@ class _HostNeeds:
     Attributes:
         process_bytes: for the processes themselves.
         tensor_bytes: for tensors of ranks that train on the CPU.
-        copy_bytes: for copies of the state in checkpoint services.
-        input_bytes: for inputs of layers (parallel.offload_activations).
+        memory: for copies of the state, offloaded state and inputs of layers.
+        reused_bytes: bytes of copies that a checkpoint service of the run already has.
+        fullest: tensors of the rank with most of them; None for ranks that train on GPUs.
     """
 
     process_bytes: int
     tensor_bytes: int
-    copy_bytes: int
-    input_bytes: int
+    memory: HostMemory
+    reused_bytes: int = 0
+    fullest: MemoryEstimate | None = None
 
     @property
     def total(self) -> int:
-        return self.process_bytes + self.tensor_bytes + self.copy_bytes + self.input_bytes
+        """Bytes that the host must still have free."""
+        reused_bytes = min(self.reused_bytes, self.memory.copies)
+        return self.process_bytes + self.tensor_bytes + self.memory.total - reused_bytes
 
-    def describe(self, ranks: str, tensors: str) -> str:
+    def describe(self, settings: CheckpointConfig, ranks: str, tensors: str) -> str:
         """Return the needs with their sizes.
 
         Args:
+            settings: section `checkpoint` of the configuration.
             ranks: phrase for the ranks of this host.
             tensors: phrase for their tensors.
         """
+        snapshot_keys = f"checkpoint.background=true, checkpoint.slots={count_slots(settings)}"
+        replica_keys = f"checkpoint.replicas=true, {count_replica_slots(settings)} per rank"
         phrases = []
         for byte_count, purpose in (
             (self.process_bytes, f"the processes of {ranks}"),
             (self.tensor_bytes, tensors),
-            (self.copy_bytes, "copies of the state (checkpoint.background)"),
-            (self.input_bytes, "inputs of layers (parallel.offload_activations)"),
+            (self.memory.snapshots, f"snapshots ({snapshot_keys})"),
+            (self.memory.replicas, f"copies of other hosts' snapshots ({replica_keys})"),
+            (self.memory.optimizer_state, "the optimizer's state (optimizer.offload=true)"),
+            (self.memory.inputs, "inputs of layers (parallel.offload_activations=true)"),
         ):
             if byte_count:
                 phrases.append(f"{_format_size(byte_count)} for {purpose}")
@@ -259,47 +349,29 @@ class _HostNeeds:
 
     def suggest_remedy(self, config: Config, share: HostShare) -> str:
         """Return the remedy for the largest need."""
-        if self.input_bytes > max(self.tensor_bytes, self.process_bytes, self.copy_bytes):
-            return "set parallel.offload_activations=false, or use a host with more memory"
-        if self.copy_bytes > max(self.tensor_bytes, self.process_bytes):
-            return "set checkpoint.background=false or fewer checkpoint.slots, or use a host with more memory"
-        if self.tensor_bytes >= self.process_bytes:
+        memory = self.memory
+        largest = max(self.process_bytes, self.tensor_bytes, memory.copies, memory.optimizer_state, memory.inputs)
+        if largest == self.process_bytes:
+            return _suggest_fewer_processes(config, share)
+        if largest == self.tensor_bytes:
             return _suggest_smaller_tensors(config)
-        return _suggest_fewer_processes(config, share)
+        if largest == memory.copies:
+            return f"set {_list_smaller_copies(config.checkpoint)}, fewer ranks per host, or a host with more memory"
+        if largest == memory.optimizer_state:
+            return "set optimizer.offload=false, fewer ranks per host, or a host with more memory"
+        return "set parallel.offload_activations=false, or use a host with more memory"
 
 
-def _offloaded_input_bytes(layout: Layout, share: HostShare, stage_ranks: dict[int, int]) -> int:
-    """Return the bytes of layer inputs that this host's ranks keep in its memory."""
-    config = layout.config
-    if not config.parallel.offload_activations or not share.uses_gpus:
-        return 0
-    total = 0
-    for stage, ranks_of_stage in stage_ranks.items():
-        total += ranks_of_stage * estimate_offloaded_input_bytes(
-            config.model,
-            config.parallel,
-            schedule=layout.schedule(),
-            stage=stage,
-            micro_batch=config.train.micro_batch,
-            precision=config.train.precision,
-        )
-    return total
-
-
-def _staged_bytes(config: Config, share: HostShare) -> int:
-    """Return the bytes of state copies that checkpoint services hold in this host's memory.
-
-    A service holds `slots` copies of its host's state. With checkpoint.replicas it also holds as many copies, and at
-    least two, of a peer's state.
-    """
-    settings = config.checkpoint
-    if not settings.background or not share.writes_checkpoints:
-        return 0
-    copy_count = settings.slots or (2 if settings.memory_interval else 1)
-    has_peers = share.ranks < share.world or (share.nodes and config.resilience.nodes > 1)
-    if settings.replicas and has_peers:
-        copy_count += max(2, copy_count)
-    return copy_count * checkpoint_bytes(config) * share.ranks // share.world
+def _list_smaller_copies(settings: CheckpointConfig) -> str:
+    """Return the settings that need fewer copies of the state, as alternatives."""
+    alternatives = []
+    if count_slots(settings) > 1:
+        alternatives.append("checkpoint.slots=1")
+    if settings.replicas:
+        alternatives.append("checkpoint.replicas=false")
+    if not settings.memory_interval and not settings.replicas:
+        alternatives.append("checkpoint.background=false")
+    return " or ".join(alternatives)
 
 
 def _process_faults(config: Config, share: HostShare, capacity: Capacity) -> list[str]:

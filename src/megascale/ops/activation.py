@@ -380,7 +380,8 @@ def run_activation(
     Returns:
         The bias's gradient, or None without one, or if it was added to `main_grad` or to the bias's gradient sink.
     """
-    assert recomputed_TF is None or (dy_TF is not None and recomputed_TF.is_contiguous())
+    if recomputed_TF is not None and (dy_TF is None or not recomputed_TF.is_contiguous()):
+        raise ValueError("backward writes the recomputed activation to contiguous memory, and needs a gradient")
     run = ACTIVATION_OPERATORS[kind].run
     assert run is not None, kind
     return run(x_TF, bias, dy_TF, out_TF, is_bias_added, main_grad, recomputed_TF, amax)

@@ -23,6 +23,8 @@ from megascale.ops import dispatch
 from megascale.ops.compiled_kernels import enable_kernel_cache
 from megascale.ops.rope import allocate_attention_gradients
 
+_MAX_FLEX_VERSIONS = 256  # compiled versions of FlexAttention in a process: shapes, masks, with and without gradients
+
 Backend = Callable[[Tensor, Tensor, Tensor, "int | None"], Tensor]
 
 
@@ -194,7 +196,10 @@ def _flex_mask(queries: int, keys: int, window: int | None, device: torch.device
 
 @functools.cache
 def get_compiled_flex() -> Callable[..., Any]:
-    """Return torch's FlexAttention, compiled for static shapes."""
+    """Return torch's FlexAttention, compiled for static shapes.
+
+    It raises an error instead of running uncompiled, which would keep all scores in memory.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
     # `ops/dispatch.py` may have made torch deterministic before the compiler was imported. Set it again, because the
@@ -202,7 +207,8 @@ def get_compiled_flex() -> Callable[..., Any]:
     torch.use_deterministic_algorithms(
         torch.are_deterministic_algorithms_enabled(), warn_only=torch.is_deterministic_algorithms_warn_only_enabled()
     )
-    return torch.compile(flex_attention, dynamic=False)
+    torch_private.raise_recompile_limit(_MAX_FLEX_VERSIONS)
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 @functools.cache

@@ -148,7 +148,8 @@ class _SplitFusedProjection(torch.autograd.Function):
             d_mlp_bias = gradient.fill_mlp(activation, mlp_bias, x_TF, flatten_rows(grads[3]))
         else:
             # `_FusedRecomputedActivation.with_gradient` has written the MLP's columns, and returned a view of them.
-            assert grads[3].data_ptr() == d_fused[..., width:].data_ptr(), "the activation's reader changed"
+            if grads[3].data_ptr() != d_fused[..., width:].data_ptr():
+                raise RuntimeError("the gradient of a recomputed activation lies outside the memory of its projection")
         d_qkv = d_fused[..., :width].unflatten(-1, (-1, head_size))
         rotate_gradients(grads[:3], d_qkv, (cos, sin), interleaved)
         bias, bias_grad = gradient.bias, gradient.bias_grad

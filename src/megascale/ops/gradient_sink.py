@@ -60,15 +60,20 @@ class SinkParameter(nn.Parameter):
 
 def attach(parameter: Tensor, sink: GradientSink) -> GradientSink:
     """Let operators add the parameter's gradient to `sink`. The parameter must be a `SinkParameter`."""
-    assert isinstance(parameter, SinkParameter), type(parameter)
-    parameter.gradient_sink = sink
+    _require_sink_parameter(parameter).gradient_sink = sink
     return sink
 
 
 def detach(parameter: Tensor) -> None:
     """Remove the parameter's sink, so that autograd accumulates its gradient."""
-    assert isinstance(parameter, SinkParameter), type(parameter)
-    parameter.gradient_sink = None
+    _require_sink_parameter(parameter).gradient_sink = None
+
+
+def _require_sink_parameter(parameter: Tensor) -> SinkParameter:
+    """Return the parameter. Raises TypeError if it cannot have a gradient sink."""
+    if not isinstance(parameter, SinkParameter):
+        raise TypeError(f"a gradient sink belongs to a SinkParameter, not to a {type(parameter).__name__}")
+    return parameter
 
 
 def get_sink(parameter: Tensor) -> GradientSink | None:

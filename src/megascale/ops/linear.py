@@ -45,7 +45,8 @@ class Operand(NamedTuple):
 
     def select_columns(self, columns: slice) -> Operand:
         """Return some columns of an operand without scales."""
-        assert self.scale is None
+        if self.scale is not None:
+            raise ValueError("columns of an operand with scales have no scales of their own; select from its data")
         return Operand(self.data[..., columns])
 
     def for_wgrad(self) -> Operand:
@@ -64,7 +65,8 @@ def accumulate_mm(target: Tensor, a: Tensor, b: Tensor, overwrite: bool = False)
     it may add the parts in 16 bits, as in other GEMMs (`allow_bf16_reduced_precision_reduction` of torch).
     """
     if target.dtype.itemsize < max(4, a.dtype.itemsize):
-        assert overwrite, target.dtype
+        if not overwrite:
+            raise ValueError(f"sums in {target.dtype} would be rounded at each product; set overwrite=True")
         if target.dtype == a.dtype:
             torch.mm(a, b, out=target)
         else:

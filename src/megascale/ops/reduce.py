@@ -103,7 +103,8 @@ def sum_partials(partial_PC: Tensor, dtype: torch.dtype) -> Tensor:
 
 def add_partials(partial_PC: Tensor, out: Tensor) -> None:
     """Add the sum of float32 partial sums [programs, C] over programs to `out` [C]."""
-    assert partial_PC.shape[1] == out.numel(), (partial_PC.shape, out.shape)
+    if partial_PC.shape[1] != out.numel():
+        raise ValueError(f"partial sums of {partial_PC.shape[1]} columns cannot be added to {out.numel()} elements")
     _launch_sum(partial_PC, [out], accumulate=True)
 
 

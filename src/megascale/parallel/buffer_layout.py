@@ -134,7 +134,8 @@ def lay_out(
         bucket_start = offset
         table = members[indices[0]]
         if table_part is not None and table.row_elements is not None and table.count > TABLE_PARTS * table_part:
-            assert len(indices) == 1, indices
+            if len(indices) != 1:
+                raise ValueError(f"a table that is divided by rows has a bucket of its own, not members {indices}")
             starts[indices[0]] = offset
             for first, last in _divide_rows(table.count // table.row_elements, table.row_elements, ranks, table_part):
                 size = _round_up((last - first) * table.row_elements, ALIGN * ranks)

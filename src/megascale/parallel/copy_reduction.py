@@ -71,7 +71,8 @@ class CopyReduction:
         self.rounded: Tensor | None = None
         self.rounds_blocks = wide_count is not None
         if sent_dtype == dtype:
-            assert wide_count is None
+            if wide_count is not None:
+                raise ValueError(f"gradients in {dtype} are sent without rounding, so blocks need no rounded slots")
             self.memory = sent
         else:
             memory_count = count if wide_count is None else wide_count

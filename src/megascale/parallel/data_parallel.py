@@ -24,6 +24,7 @@ from megascale.config.axes import AXES
 from megascale.core.schedule import WEIGHT_BACKWARDS, ActionKind
 from megascale.ops.gradient_sink import GradientSink
 from megascale.parallel.buffers import FlatShard, ParamAndGradBuffer
+from megascale.parallel.chunk_state import ChunkState
 from megascale.parallel.collectives import (
     Axis,
     Pending,
@@ -35,70 +36,10 @@ from megascale.parallel.collectives import (
 from megascale.parallel.copy_reduction import CopyReduction
 from megascale.parallel.embedding_rows import EmbeddingRows, exchange_rows, find_embedding_bucket
 from megascale.parallel.exchange import Exchange
-from megascale.parallel.float8_gather import Float8Gather
 from megascale.parallel.gradient_slots import GradientBucket, GradientSlots, ShardTarget, reduce_into_shard
 from megascale.parallel.mapped_slots import MappedSlots
 from megascale.parallel.parameter_slots import ParameterSlots
 from megascale.parallel.slot_sink import run_at_once
-
-
-class _ChunkState:
-    """Communication in flight for the buckets of one chunk, and the progress of the chunk's present backward.
-
-    A contribution is an addition to a parameter's gradient.
-
-    Attributes:
-        recorded_counts: number of contributions to each parameter by a backward of each kind, recorded in the first
-            backward of the kind.
-        counts: number of contributions to each parameter in the present backward so far.
-        expected_counts: by kind of backward, the number of parameters of each bucket that get a gradient. A parameter
-            gets none if another chunk's copy is in use.
-        incomplete_counts: number of parameters of each bucket whose gradient is not complete in the present backward.
-        unit_buckets: buckets that each unit of the forward needs.
-        is_armed: whether the next backward, or the present one, is reduced.
-        reduces_as_filled: whether the present backward reduces each bucket as soon as its gradients are complete.
-        armed_count: number of backwards of this step that were armed.
-        reduces_resident: whether the present backward completes the gradients of resident parameters: the one of the
-            step's last micro-batch, if the number of micro-batches is known.
-    """
-
-    def __init__(self, chunk: int, buffer: ParamAndGradBuffer, float8: bool) -> None:
-        self.chunk = chunk
-        self.buffer = buffer
-        self.float8 = Float8Gather(buffer) if float8 and buffer.zero < 3 else None
-        self.recorded_counts: dict[ActionKind, list[int]] = {}
-        self.counts = [0] * len(buffer.parameters)
-        self.backward_kind = ActionKind.BACKWARD
-        self.expected_counts: dict[ActionKind, list[int]] = {}
-        self.incomplete_counts: list[int] = []
-        self.unit_buckets: list[list[int]] = []
-        self.is_armed = False
-        self.reduces_as_filled = False
-        self.armed_count = 0
-        self.reduces_resident = True
-        self.pending_reductions: dict[int, Pending] = {}
-        self.pending_gathers: dict[int, Pending] = {}
-
-    def count_microbatch_contributions(self) -> list[int]:
-        """Return the number of contributions to each parameter per micro-batch, all 0 while unknown."""
-        counts = self.recorded_counts.get(ActionKind.BACKWARD)
-        if counts is not None:
-            return counts
-        input_counts = self.recorded_counts.get(ActionKind.BACKWARD_INPUT)
-        weight_counts = self.recorded_counts.get(ActionKind.BACKWARD_WEIGHT)
-        if input_counts is None or weight_counts is None:
-            return [0] * len(self.counts)
-        return [sum(pair) for pair in zip(input_counts, weight_counts, strict=True)]
-
-    def record_contributions(self, kind: ActionKind) -> None:
-        """Record the contributions in the present backward if it is the first of its kind."""
-        if kind in self.recorded_counts:
-            return
-        self.recorded_counts[kind] = list(self.counts)
-        expected_counts = []
-        for bucket in self.buffer.layout.buckets:
-            expected_counts.append(sum(1 for param_index in bucket.members if self.counts[param_index]))
-        self.expected_counts[kind] = expected_counts
 
 
 class DataParallel:
@@ -143,12 +84,12 @@ class DataParallel:
         self.run_reduction: Callable[[Callable[[], None]], None] = run_at_once
         self._start_reduction = _choose_reduction(buffers[0], reduce_dtype)
         self._runtime = buffers[0].axes.tensor.runtime
-        self._states = [_ChunkState(chunk, buffer, float8) for chunk, buffer in enumerate(buffers)]
+        self._states = [ChunkState(chunk, buffer, float8) for chunk, buffer in enumerate(buffers)]
         self._pending_tied: list[Pending] = []
         # (chunk, its float8 bucket that is gathered when the next shard has been updated)
-        self._next_float8_gather: tuple[_ChunkState, int] | None = None
+        self._next_float8_gather: tuple[ChunkState, int] | None = None
         # (chunk that is gathered during the update, index of each of its buckets by Python's id of this rank's shard)
-        self._armed_gather: tuple[_ChunkState, dict[int, int]] | None = None
+        self._armed_gather: tuple[ChunkState, dict[int, int]] | None = None
         self.parameter_slots: ParameterSlots | None = None
         if buffers[0].zero == 3:
             self.parameter_slots = ParameterSlots(
@@ -204,15 +145,7 @@ class DataParallel:
         if self.embedding_rows is not None:
             self.embedding_rows.drop()
         for state in self._states:
-            state.pending_reductions.clear()
-            state.pending_gathers.clear()
-            state.is_armed = False
-            state.reduces_as_filled = False
-            state.armed_count = 0
-            state.recorded_counts.clear()
-            state.expected_counts.clear()
-            if state.float8 is not None:
-                state.float8.drop_communication()
+            state.drop_communication()
         if self.gradient_slots is not None:
             self.gradient_slots.drop_communication()
         if self.parameter_slots is not None:
@@ -266,7 +199,7 @@ class DataParallel:
         state.reduces_as_filled = self.overlap and state.is_armed and completes_weights and has_counts
         state.incomplete_counts = list(state.expected_counts.get(kind, ()))
 
-    def _count_contribution(self, state: _ChunkState, index: int) -> None:
+    def _count_contribution(self, state: ChunkState, index: int) -> None:
         """Count a contribution to a parameter. The last one of an armed bucket starts the bucket's reduction."""
         state.counts[index] += 1
         if state.reduces_as_filled and state.counts[index] == state.recorded_counts[state.backward_kind][index]:
@@ -278,7 +211,7 @@ class DataParallel:
                 else:
                     self._reduce_filled(self.gradient_slots, state, index)
 
-    def _reduce_if_armed(self, state: _ChunkState, bucket: int) -> None:
+    def _reduce_if_armed(self, state: ChunkState, bucket: int) -> None:
         """Reduce a bucket whose gradients are complete. A replay does this only in a backward that is armed."""
         if state.reduces_as_filled:
             self._reduce(state, bucket)
@@ -392,7 +325,7 @@ class DataParallel:
         assert self.gradient_slots is not None
         self.gradient_slots.end_unit(chunk, reduces=self.overlap)
 
-    def _reduce_resident(self, state: _ChunkState) -> None:
+    def _reduce_resident(self, state: ChunkState) -> None:
         """Reduce the buckets without a unit that are not in flight (ZeRO-0 and 1: all buckets)."""
         buffer = state.buffer
         resident_start = buffer.resident_start
@@ -409,7 +342,7 @@ class DataParallel:
                 if not self.overlap:
                     state.pending_reductions[bucket].wait()
 
-    def _reduce_filled(self, slots: GradientSlots, state: _ChunkState, index: int) -> None:
+    def _reduce_filled(self, slots: GradientSlots, state: ChunkState, index: int) -> None:
         """Reduce the bucket of a parameter whose last gradient of the present backward is complete (ZeRO-2)."""
         bucket = state.buffer.bucket_by_param[index]
         if state.buffer.layout.units[bucket] is not None:
@@ -473,7 +406,7 @@ class DataParallel:
         finally:
             slots.start_reduction = start_reduction
 
-    def _reduce(self, state: _ChunkState, bucket: int) -> None:
+    def _reduce(self, state: ChunkState, bucket: int) -> None:
         """Start the reduction of a resident bucket."""
         self._runtime.stream.synchronize()
         buffer = state.buffer
@@ -619,7 +552,7 @@ class DataParallel:
         if self.parameter_slots is not None:
             self.parameter_slots.wait()
 
-    def _gather(self, state: _ChunkState, bucket: int, full_precision: bool = False) -> None:
+    def _gather(self, state: ChunkState, bucket: int, full_precision: bool = False) -> None:
         """Start the gather of a bucket, in the type of training, or in the weights' own type if `full_precision`."""
         buffer = state.buffer
         data = buffer.axes.data
@@ -642,7 +575,7 @@ class DataParallel:
         shard = params[start - params_start : stop - params_start]
         state.pending_gathers[bucket] = all_gather_into(gathered, shard, data)
 
-    def _await_unit(self, state: _ChunkState, unit: int) -> None:
+    def _await_unit(self, state: ChunkState, unit: int) -> None:
         """Wait for the parameters of a unit before its forward, and allow the forward to write an early gradient."""
         if self._early_bucket is not None and torch.is_grad_enabled() and self._writes_early(state.chunk, unit):
             assert self.gradient_slots is not None
@@ -653,19 +586,19 @@ class DataParallel:
                 if pending is not None:
                     pending.wait()
 
-    def _gather_before_forward(self, slots: ParameterSlots, state: _ChunkState, unit: int) -> None:
+    def _gather_before_forward(self, slots: ParameterSlots, state: ChunkState, unit: int) -> None:
         """Wait for a unit's resident parameters and gather its matrices, before its forward (ZeRO-3)."""
         self._await_unit(state, unit)
         slots.before_forward(state.chunk, unit)
 
-    def _gather_before_backward(self, slots: ParameterSlots, state: _ChunkState, unit: int) -> None:
+    def _gather_before_backward(self, slots: ParameterSlots, state: ChunkState, unit: int) -> None:
         """Gather the matrices of a unit before its backward (ZeRO-3)."""
         if unit == 0:
             return  # the backward of an embedding does not read it
         slots.before_backward(state.chunk, unit, has_next_microbatch=state.armed_count < self._microbatches)
 
     @staticmethod
-    def _finish_gather(state: _ChunkState) -> None:
+    def _finish_gather(state: ChunkState) -> None:
         """Wait for all gathers of a chunk's buckets."""
         for pending in state.pending_gathers.values():
             pending.wait()

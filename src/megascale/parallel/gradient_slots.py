@@ -231,7 +231,8 @@ class GradientBucket:
 
     def _take_memory(self) -> None:
         """Reduce and drain the buckets that use the same memory, and open this one."""
-        assert not self.is_open
+        if self.is_open:
+            raise RuntimeError("a bucket of gradients was opened twice; reduce it first")
         for bucket in list(self.slots.active):
             if bucket.overlaps(self):
                 bucket.reduce()

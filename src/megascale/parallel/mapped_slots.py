@@ -258,13 +258,16 @@ def map_slots(
 ) -> MappedSlots | str:
     """Return slots with mapped shards, or why they are unavailable; the same on every rank. Collective over the axis.
 
+    Raises ConfigError if the environment's switch has another value than 0 or 1.
+
     Args:
         buckets: (chunk, index) of the buckets whose shards are mapped.
     """
+    switch = read_switch()
     slots: MappedSlots | None = None
     reason = ""
     try:
-        if read_switch() == "0":
+        if switch == "0":
             raise RuntimeError(f"{SWITCH}=0")
         pages = device_pages.make_pages(axis, device)
         if MIN_SHARD_PAGES * pages.page_bytes > MIN_MAPPED_BYTES:

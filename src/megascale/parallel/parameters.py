@@ -108,7 +108,11 @@ def local_parameter(
             )
     for tensor in tensors:
         properties = (tensor.cuts, tensor.init_std, tensor.init_value)
-        assert properties == (first.cuts, first.init_std, first.init_value), tensors
+        if properties != (first.cuts, first.init_std, first.init_value):
+            raise ConfigError(
+                f"{first.name} and {tensor.name} share a parameter, so their cuts and initial values must be equal; "
+                "make a parameter for each of them"
+            )
     positions = {name: (axis.rank, axis.size) for name, axis in (axes or {}).items()}
     positions["tensor"] = (rank, ranks)
     sizes = {name: size for name, (_, size) in positions.items()}

@@ -119,13 +119,18 @@ class TokenProof:
 
     def is_valid_answer(self, answer: bytes) -> bool:
         """Return whether the other end's answer proves that it knows the token. Call `answer_nonce` first."""
-        assert self._nonces, "the other side's nonce has not been answered yet"
+        self._require_nonces()
         return secrets_equal(answer, self._digest(b"client" if self._is_server else b"server"))
 
     def connection_key(self) -> bytes:
         """Return a key for this connection, equal at both ends. Call `answer_nonce` first."""
-        assert self._nonces, "the other side's nonce has not been answered yet"
+        self._require_nonces()
         return self._digest(b"key")
+
+    def _require_nonces(self) -> None:
+        """Raise RuntimeError before `answer_nonce`, since a digest without nonces would prove nothing."""
+        if not self._nonces:
+            raise RuntimeError("the other end's nonce has not been answered yet; call answer_nonce first")
 
     def _digest(self, label: bytes) -> bytes:
         return hmac.digest(self._token, b" ".join((self._purpose, label, self._nonces)), "sha256")

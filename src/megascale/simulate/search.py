@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megascale.config import Config, from_tree
+from megascale.config import Config, from_tree, replace_sections
 from megascale.core.flops import count_parameters
 from megascale.core.layout import MAX_FORWARDS
 from megascale.core.parameter_counts import count_checkpoint_elements
 from megascale.core.tensors import DTYPE_BYTES
-from megascale.errors import FitError
+from megascale.errors import ConfigError, FitError
 from megascale.simulate.calibration import Calibration, Constants
 from megascale.simulate.case import Case
 from megascale.simulate.closed import compute_step_parts
@@ -237,43 +238,59 @@ def search_layouts(
     return SearchResult(gpus=gpus[order], seconds=seconds[order], **columns)
 
 
-def set_layout(
-    config: Config,
-    tensor: int,
-    context: int,
-    pipeline: int,
-    virtual: int,
-    micro_batch_group_size: int,
-    data: int,
-    micro: int,
-    recompute: str,
-) -> Config:
-    """Return the configuration with another layout.
+class LayoutSettings:
+    """Configurations that differ from `config` in their layout only.
 
-    Args:
-        virtual: chunks per stage.
-        micro_batch_group_size: micro-batches of a group; 0: as many as there are stages.
-        micro: sequences per micro-batch.
+    A search makes hundreds of them. Sections without a part of the layout are validated once.
     """
-    tree = dump_settings(config)
-    layout_values: dict[str, object] = {
-        "tensor": tensor,
-        "context": context,
-        "pipeline": pipeline,
-        "virtual_stages": virtual,
-        "data": data,
-        "recompute": recompute,
-    }
-    for key in ("layer_split", "micro_batch_group_size"):
-        tree["parallel"].pop(key, None)
-    if micro_batch_group_size:
-        layout_values["micro_batch_group_size"] = micro_batch_group_size
-    tree["parallel"] |= layout_values
-    if context == 1:  # settings of an exchange between context ranks are refused without such ranks
-        for key in ("context", "context_parts"):
-            tree["overlap"].pop(key, None)
-    tree["train"] = tree["train"] | {"micro_batch": micro}
-    return from_tree(tree)
+
+    def __init__(self, config: Config) -> None:
+        tree = dump_settings(config)
+        self._tables = {name: tree[name] for name in ("parallel", "overlap", "train")}
+        self._tree = tree
+        self._validated: Config | None = None
+        with contextlib.suppress(ConfigError):  # another layout may make these settings valid
+            self._validated = from_tree(tree)
+
+    def set_layout(
+        self,
+        *,
+        tensor: int,
+        context: int,
+        pipeline: int,
+        virtual: int,
+        micro_batch_group_size: int,
+        data: int,
+        micro: int,
+        recompute: str,
+    ) -> Config:
+        """Return the configuration with another layout. Raises ConfigError if its other settings exclude it.
+
+        Args:
+            virtual: chunks per stage.
+            micro_batch_group_size: micro-batches of a group; 0: as many as there are stages.
+            micro: sequences per micro-batch.
+        """
+        parallel = self._tables["parallel"] | {
+            "tensor": tensor,
+            "context": context,
+            "pipeline": pipeline,
+            "virtual_stages": virtual,
+            "data": data,
+            "recompute": recompute,
+        }
+        for key in ("layer_split", "micro_batch_group_size"):
+            parallel.pop(key, None)
+        if micro_batch_group_size:
+            parallel["micro_batch_group_size"] = micro_batch_group_size
+        overlap = dict(self._tables["overlap"])
+        if context == 1:  # settings of an exchange between context ranks are refused without such ranks
+            for key in ("context", "context_parts"):
+                overlap.pop(key, None)
+        tables = {"parallel": parallel, "overlap": overlap, "train": self._tables["train"] | {"micro_batch": micro}}
+        if self._validated is None:
+            return from_tree(self._tree | tables)
+        return replace_sections(self._validated, tables)
 
 
 def set_zero(config: Config, zero: int) -> Config:
@@ -298,10 +315,10 @@ def estimate_fitting(
         check_memory: whether a layout that does not fit the memory raises FitError.
         report: called with the progress as text.
     """
+    settings = LayoutSettings(config)
     for number, index in enumerate(indices, start=1):
         report(f"layout {number:,} of at most {len(indices):,}")
-        layout_config = set_layout(
-            config,
+        layout_config = settings.set_layout(
             tensor=int(result.tensor[index]),
             context=int(result.context[index]),
             pipeline=int(result.pipeline[index]),

@@ -15,9 +15,11 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from megascale.checkpoint.background.service_memory import measure_service_memory
 from megascale.config import Config
 from megascale.core import run_lock
 from megascale.core.addresses import STORE_LISTENER_VARIABLE
+from megascale.core.failure import describe_exit
 from megascale.core.grid import Grid
 from megascale.core.layout import Layout
 from megascale.core.preflight import (
@@ -107,10 +109,19 @@ def check_host_fits(layout: Layout, *, holds_model: bool = True, saves_checkpoin
         has_gpus = torch.cuda.device_count() > 0
         if config.train.device == "cuda" and not has_gpus:
             raise ConfigError("train.device=cuda but this host has no CUDA device; use --train.device=cpu or auto")
-    check_host(
-        layout,
-        HostShare(world, 0, world, uses_gpus=has_gpus, has_model=holds_model, writes_checkpoints=saves_checkpoints),
+    reused_bytes = 0
+    if saves_checkpoints:
+        reused_bytes = measure_service_memory(config)
+    share = HostShare(
+        world,
+        first_rank=0,
+        ranks=world,
+        uses_gpus=has_gpus,
+        has_model=holds_model,
+        writes_checkpoints=saves_checkpoints,
+        reused_bytes=reused_bytes,
     )
+    check_host(layout, share)
 
 
 def launch(
@@ -287,7 +298,7 @@ class _LocalJob:
         # If rank 0 has the same exit code, it has received the same error and printed it on the terminal.
         if code >= 0 and (rank == 0 or self.ranks[0].returncode == code):
             return
-        lines = [f"rank {rank} was the first to end, with {_describe_exit(code)}"]
+        lines = [f"rank {rank} was the first to end, with {_explain_exit(code)}"]
         log_file = self._logs / f"rank-{rank}.log"
         if rank > 0:
             tail = read_tail(log_file).splitlines()[-_TAIL_LINES:]
@@ -376,15 +387,11 @@ def _find_cause(failure: _Failure, ranks: list[subprocess.Popen[bytes]]) -> _Fai
     return failure
 
 
-def _describe_exit(code: int) -> str:
+def _explain_exit(code: int) -> str:
     """Return a phrase for an exit code, or for the signal that ended a process."""
-    if code >= 0:
-        return f"exit code {code}"
     if code == -signal.SIGKILL:
-        hint = " (out of memory?)"
-    else:
-        hint = ""
-    return f"signal {signal.Signals(-code).name}{hint}"
+        return f"{describe_exit(code)} (out of memory?)"
+    return describe_exit(code)
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], grace_period: float) -> None:

@@ -18,7 +18,8 @@ from megascale.train.run_folder import find_checkpoints
 from megascale.train.trained_config import locate_checkpoints
 
 if TYPE_CHECKING:
-    from megascale.checkpoint.loader import AcceptState, LoadReport
+    from megascale.checkpoint.chunk_source import LoadReport
+    from megascale.checkpoint.loader import AcceptState
 
 
 @torch.no_grad()

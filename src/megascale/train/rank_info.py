@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from megascale.config import Config
-from megascale.core.layout import Layout
-from megascale.core.preflight import CHECKED_VARIABLE, IMPORTED_PIPE_VARIABLE, HostShare, check_host
+from megascale.core.preflight import IMPORTED_PIPE_VARIABLE
 from megascale.errors import ConfigError
 
 _DEFAULTS_BY_VARIABLE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -129,27 +128,6 @@ def _report_imported() -> None:
         with contextlib.suppress(OSError):
             os.write(int(descriptor), b".")
             os.close(int(descriptor))
-
-
-def check_local_ranks(layout: Layout, rank_info: RankInfo, *, saves_checkpoints: bool) -> None:
-    """Check on local rank 0 that this host has the GPUs and the memory for its ranks of the run.
-
-    The check is skipped if the process that started the ranks (`megascale train`, a driver) has made it. Raises
-    FitError if the ranks do not fit.
-    """
-    if rank_info.local_rank or os.environ.get(CHECKED_VARIABLE) or os.environ.get("MEGASCALE_NODE"):
-        return
-    if not 0 <= rank_info.rank < rank_info.world:
-        return  # the rendezvous refuses this rank
-    share = HostShare(
-        rank_info.world,
-        rank_info.rank - rank_info.local_rank,
-        rank_info.local_world,
-        uses_gpus=rank_info.device.type == "cuda",
-        writes_checkpoints=saves_checkpoints,
-        is_running=True,
-    )
-    check_host(layout, share)
 
 
 def count_threads(local_world: int) -> int:

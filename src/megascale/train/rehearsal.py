@@ -10,10 +10,12 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from typing import Any
 
 import torch
 
 from megascale.config import Config, resolve_precision
+from megascale.config.model_section import LayerKind, ModelConfig
 from megascale.core.batch import NO_FIELDS
 from megascale.core.inventory import resolve_layers
 from megascale.core.layout import Layout, lay_out
@@ -58,7 +60,8 @@ def _lay_out_small_model(config: Config) -> Layout:
     """Return the layout of a model with one layer of each kind, on one rank, with one micro-batch per step."""
     layers = resolve_layers(config.model)
     first_indices = {layer: index for index, layer in reversed(list(enumerate(layers)))}
-    model = config.model.model_copy(update={"layers": 1 + max(first_indices.values())})
+    widths = _divide_widths(config)
+    model = config.model.model_copy(update={"layers": 1 + max(first_indices.values()), **widths})
     parallel = config.parallel.model_copy(
         update={
             "tensor": 1,
@@ -77,6 +80,37 @@ def _lay_out_small_model(config: Config) -> Layout:
     train = config.train.model_copy(update={"global_batch": config.train.micro_batch})
     sections = {"model": model, "parallel": parallel, "overlap": overlap, "train": train}
     return lay_out(config.model_copy(update=sections), 1)
+
+
+def _divide_widths(config: Config) -> dict[str, Any]:
+    """Return settings of the model with the heads and the MLP widths that each rank has.
+
+    The attention kernels of the run then have the same shapes, so that none are timed. Without settings the small model
+    keeps the widths of all ranks: those that no whole number of ranks can share.
+    """
+    model = config.model
+    tensor = config.parallel.tensor
+    size = tensor * config.parallel.context  # ranks that share the heads
+    sections: list[ModelConfig | LayerKind] = [model, *model.layer_kinds.values()]
+    head_counts = [model.heads] + [section.kv_heads for section in sections if section.kv_heads is not None]
+    widths = [section.ffn_hidden for section in sections if section.ffn_hidden is not None]
+    if any(count % size for count in head_counts) or any(width % tensor for width in widths):
+        return {}
+    ffn_hidden = model.ffn_hidden or 4 * model.hidden
+    kinds = {}
+    for name, kind in model.layer_kinds.items():
+        shares = {
+            "kv_heads": kind.kv_heads and kind.kv_heads // size,
+            "ffn_hidden": kind.ffn_hidden and kind.ffn_hidden // tensor,
+        }
+        kinds[name] = kind.model_copy(update=shares)
+    return {
+        "heads": model.heads // size,
+        "kv_heads": model.kv_heads and model.kv_heads // size,
+        "head_dim": model.head_dim or model.hidden // model.heads,
+        "ffn_hidden": ffn_hidden // tensor,
+        "layer_kinds": type(model.layer_kinds)(kinds),
+    }
 
 
 def _run_step(layout: Layout, device: torch.device, choices: Choices | None) -> None:

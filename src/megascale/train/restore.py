@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from megascale import checkpoint
-from megascale.checkpoint.loader import LoadReport
+from megascale.checkpoint.chunk_source import LoadReport
 from megascale.config import Config, OptimizerConfig, ParallelConfig
 from megascale.config.base import Section
 from megascale.config.parts import LINEAR_PRECISIONS

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from megascale.checkpoint import EarlySlots
-from megascale.checkpoint.background.staging import count_slots
 from megascale.config import Config
-from megascale.core.preflight import MIB, checkpoint_bytes
+from megascale.core.host_memory import checkpoint_bytes, count_slots
+from megascale.core.preflight import MIB
 from megascale.core.process_orders import MISSING_VARIABLE
 from megascale.train.rank_info import RankInfo
 

@@ -118,6 +118,23 @@ def test_an_error_while_leaving_ends_the_series(series):
     assert outcome.error.startswith("rank 0: RuntimeError: the device has failed (")
 
 
+def test_a_result_outlives_an_error_while_leaving(series):
+    _, ranks = series
+
+    def leave(failed):
+        raise RuntimeError("the communicators did not abort")
+
+    def measure(item):
+        item.on_end(abort=lambda: None, leave=leave)
+        return {"step_seconds": 1.5}
+
+    outcome = ranks.run(0, 60, measure)
+    assert ranks.is_lost
+    assert outcome.result == {"step_seconds": 1.5}
+    assert outcome.error == ""
+    assert outcome.end_error.startswith("rank 0: RuntimeError: the communicators did not abort (")
+
+
 def test_the_address_of_an_item_has_a_listener(series, monkeypatch):
     """Rank 0's store takes the socket, so that no other process can take the port in between."""
     for variable in ("MASTER_ADDR", "MASTER_PORT", "MEGASCALE_STORE_LISTENER"):

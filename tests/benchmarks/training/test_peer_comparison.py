@@ -147,13 +147,14 @@ def test_figures_take_the_median_turn_and_one_count_of_flops():
 @pytest.mark.parametrize("has_ours", [True, False])
 def test_peers_are_shown_with_and_without_ours(has_ours, capsys):
     """--peers-only trains no steps of ours, so there is no ratio."""
-    results = [peer_results.PeerResult("torchtitan", 0, [3.0], 50.0, {}, "compiled")]
+    results = [peer_results.PeerResult("torchtitan", 0, [3.0], 50.0, {}, "run pip install -e '.[flash4]'")]
     if has_ours:
         results.insert(0, peer_results.PeerResult("megascale", 0, [2.0], 50.0, {}, ""))
     record = {"device": "H100", "processes": 4, "preset": "llama-8b", "date": "2026-11-27", "left_out": {}}
     peer_results.print_results(record, config("llama-8b", "--train.global_batch=16"), results)
     output = capsys.readouterr().out
     assert "3.0000" in output
+    assert "pip install -e '.[flash4]'" in output  # not markup
     assert ("1.500x" in output) == has_ours
 
 

@@ -79,7 +79,7 @@ def test_layouts_follow_each_other_in_the_same_processes(benchmarks, tmp_path):
     assert result.returncode == 0, result.stderr
     rows = read_rows(tmp_path / "rows.json")
     assert [row["shape"] for row in rows] == ["data, 2 ranks", "tensor", "pipeline"]
-    assert not any("failed" in row for row in rows), rows
+    assert not any("failed" in row for row in rows), result.stderr
     tables = {table.stem: table.read_text() for table in profiles.glob("*.txt")}
     assert sorted(tables) == ["data-2-ranks", "pipeline", "tensor"]
     assert "Profiler clears events" not in result.stderr  # torch 2.11 warns without `acc_events`
@@ -294,13 +294,55 @@ def test_every_shape_of_the_repository_can_be_measured(file):
             assert not (no_graphs and layout.config.kernels.graphs == "on"), f"{shape.name}: {no_graphs}"
 
 
-def test_peaks_of_ranks_include_the_memory_of_exchanges():
-    """torch's statistics leave out symmetric memory, which each rank has."""
-    assert summarise_peaks([40.0, 41.0, None], exchange_gib=3.5) == {
-        "peak_memory_gib": 44.5,
-        "peak_memory_gib_by_rank": [43.5, 44.5],
-    }
-    assert summarise_peaks([None, None], exchange_gib=0.0) == {}
+def test_peaks_of_ranks_are_those_of_each_rank():
+    assert summarise_peaks([40.0, 41.0, None]) == {"peak_memory_gib": 41.0, "peak_memory_gib_by_rank": [40.0, 41.0]}
+    assert summarise_peaks([None, None]) == {}
+
+
+# A device whose peak is 2 GiB, and exchanges of another size on each rank.
+DIFFERENT_EXCHANGES = """
+import os
+from benchmarks.harness import rank_series
+from megascale.train.engine import Engine
+rank_series.read_peak_gib = lambda: 2.0
+Engine.count_exchange_bytes = lambda engine: (1 + int(os.environ["RANK"])) << 30
+"""
+
+
+def test_each_rank_reports_the_memory_of_its_own_exchanges(tmp_path):
+    """Stages of a pipeline differ, so rank 0's exchanges say nothing about other ranks."""
+    file = write_shapes(tmp_path, 'name = "a"\narguments = ["tiny"]')
+    out = tmp_path / "rows.json"
+    words = ["shapes", file, "--nproc=2", "--device=cpu", "--out", out]
+    process = Forked(words, cwd=tmp_path, split=True, module=BENCHMARKS, before=DIFFERENT_EXCHANGES)
+    try:
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.wait() == 0, errors
+    (row,) = read_rows(out)
+    assert row["peak_memory_gib_by_rank"] == [3.0, 4.0]
+
+
+def test_a_check_lists_all_rows_and_those_that_cannot_run(benchmarks, tmp_path):
+    file = write_shapes(
+        tmp_path,
+        'name = "one"\narguments = ["tiny"]',
+        'name = "two"\narguments = ["tiny", "--parallel.tensor=2"]',
+        'name = "three"\narguments = ["tiny", "--parallel.pipeline=3"]',
+        'name = "last"\narguments = ["tiny"]',
+    )
+    result = benchmarks("shapes", file, "--nproc=1", "--device=cpu", "--check")
+    assert result.returncode == 3, result.stderr
+    lines = result.stdout.splitlines()
+    for name in ("one", "last"):
+        assert any(line.startswith(f"{name}: ") and "GiB planned" in line for line in lines)
+    for name in ("two", "three"):
+        assert any(line.startswith(f"{name}: cannot run: shape {name} on 1 processes: ") for line in lines)
+    assert "2 of 4 rows cannot run on 1 processes" in " ".join(result.stderr.split())
+    result = benchmarks("shapes", file, "--nproc=1", "--device=cpu", "--check", "--only=one", "--only=two")
+    assert result.returncode == 3
+    assert "shape two on 1 processes" in " ".join(result.stderr.split())
 
 
 def test_each_run_of_a_peer_has_a_row(tmp_path):

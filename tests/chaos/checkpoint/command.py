@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from benchmarks.harness.temporary import require_folder
 from megascale.core import strict_json
 from megascale.errors import TrainingError
 
@@ -37,7 +38,7 @@ def checkpoint(
     from rich.console import Console
 
     console = Console()
-    folder.mkdir(parents=True, exist_ok=True)
+    require_folder(folder)
     with tempfile.TemporaryDirectory(prefix="chaos-checkpoint-", dir=folder) as name:
         rows = attack(console, Path(name), points=points, seed=seed)
     out.write_text(strict_json.dumps({"seed": seed, "kinds": rows}, indent=2) + "\n")

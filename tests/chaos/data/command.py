@@ -7,6 +7,7 @@ from pathlib import Path
 
 import typer
 
+from benchmarks.harness.temporary import require_folder
 from megascale.core import strict_json
 from megascale.errors import TrainingError
 
@@ -31,6 +32,8 @@ def loader(
     from tests.chaos.data.loader import run_chaos
 
     console = Console()
+    if folder is not None:
+        require_folder(folder)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         result = run_chaos(Path(name), kills, seed, console)
     out.write_text(strict_json.dumps(result, indent=1) + "\n")

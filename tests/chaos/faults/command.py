@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from benchmarks.harness.temporary import require_folder
 from megascale.core import strict_json
 from megascale.errors import ConfigError
 
@@ -95,8 +96,7 @@ def load_site(name: str) -> type[FaultSite]:
 def open_work_folder(folder: Path | None) -> Iterator[Path]:
     """Provide the folder of a campaign: `folder`, or a temporary folder that other users may enter."""
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder.absolute()
+        yield require_folder(folder).absolute()
         return
     # The path is short because sockets are created below it.
     work = Path(tempfile.mkdtemp(prefix="ms"))

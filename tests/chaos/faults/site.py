@@ -103,7 +103,7 @@ class ReferenceWeights:
 
 
 def equal_weights(weights: Weights, reference: Weights) -> bool:
-    """Return whether two models are equal bit for bit."""
-    return weights.keys() == reference.keys() and all(
-        torch.equal(tensor, reference[name]) for name, tensor in weights.items()
-    )
+    """Return whether two models have the same tensors, at least one, and are equal bit for bit."""
+    if not weights or weights.keys() != reference.keys():
+        return False
+    return all(torch.equal(tensor, reference[name]) for name, tensor in weights.items())

@@ -11,6 +11,14 @@ from megascale.errors import ConfigError
 from tests.chaos.faults.command import SITES, load_site, open_work_folder
 from tests.chaos.faults.report import show
 from tests.chaos.faults.site import Row
+from tests.forked import CHAOS, Forked
+
+# Python that runs before the command. A campaign kills as late as its last run needs; one run needs few steps after.
+FEW_STEPS = """
+from dataclasses import replace
+from tests.chaos.local.fault_cases import CASES
+CASES["kill-rank"] = replace(CASES["kill-rank"], steps=80)
+"""
 
 
 def test_one_real_fault_is_injected_reported_and_not_repeated(chaos, tmp_path):
@@ -25,11 +33,16 @@ def test_one_real_fault_is_injected_reported_and_not_repeated(chaos, tmp_path):
         "--out",
         tmp_path / "a.json",
     ]
-    done = chaos(*arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = Forked(arguments, module=CHAOS, before=FEW_STEPS, cwd=tmp_path)
+    try:
+        output, _ = process.communicate(timeout=240)
+        assert process.wait() == 0, output
+    finally:
+        process.kill()
     report = json.loads((tmp_path / "a.json").read_text())
     (row,) = report["rows"]
     assert (report["site"], row["kind"], row["right"], row["same"]) == ("local", "kill-rank", True, True)
+    assert (tmp_path / "kept" / "reference-80.pt").exists()
     assert row["verdicts"] == ["process_killed"]
     assert all(row[phase] is not None for phase in ("detect", "stop", "load", "step", "total"))
     repeated = chaos(*arguments)

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from benchmarks.harness.launched import Launched, Steps, make, phases, recovery
+from benchmarks.harness.launched import WAIT, Launched, Steps, make, phases, recovery
 from tests.chaos.faults.site import FaultSite, Row, equal_weights
 from tests.chaos.image_layout import read_image_layout
 from tests.chaos.kubernetes.faults import FAULTS, Injected, KubernetesFault
 from tests.chaos.kubernetes.job import DriverPodJob, KubernetesJob
 from tests.chaos.kubernetes.session import session
 from tests.chaos.kubernetes.site import KubernetesSite, impossible, programs
+from tests.chaos.machines.network import wait
 
 NODES = 4  # Two with ranks, a spare, and one where what was lost is started again.
 # The same job on nodes of this machine, for comparison: kind -> fault (resilience/faults/inject.py). The end of a
@@ -101,19 +102,21 @@ class KubernetesFaultSite(FaultSite):
         job = Launched(self._file, name, arguments, PACE, own_network=kind == "one-machine-cut")
         row: Row = {"verdict": None, "lost": None, "wrong": [], "doubles": []}
         try:
-            while job.first(lambda e: e.kind == "first_step") and job.step() < _BEFORE:
-                time.sleep(0.02)
+            job.first(lambda e: e.kind == "first_step")
+            wait(lambda: job.step() >= _BEFORE, f"step {_BEFORE} of {name}", WAIT)
             injected, before = time.time(), job.events()[-1].id
             with Steps(job) as steps:
                 inject(job.run, LOCAL[kind], Options(node="n1"))
                 verdict, repeated = recovery(job, FAULTS["node-off"].verdicts, injected, before)
             row |= phases(job, injected, verdict, repeated, steps)
             row |= {"code": job.end(), "verdict": verdict.kind if verdict else None}
+            row["wrong"] = [] if verdict else [f"none of {', '.join(FAULTS['node-off'].verdicts)} came"]
             row["actions"] = [e.action for e in job.events() if e.kind == "recovery_action"]
         finally:
             job.end(10.0 if "code" in row else 0.0)
         row["same"] = row["code"] == 0 and equal_weights(job.weights(), expected)
-        row["right"] = bool(row["same"] and (row["lost"] is None or row["lost"] <= 1))
+        few_lost = row["lost"] is None or row["lost"] <= 1
+        row["right"] = bool(row["same"] and few_lost and not row["wrong"])
         return row
 
 
@@ -142,6 +145,8 @@ def _strike(job: KubernetesJob, fault: KubernetesFault) -> Row:
     if injected.work is not None:
         injected.work.join()
     row["wrong"] = wrong + injected.wrong + fault.check(job, injected) + _bad(row, fault)
+    if not job.witness.trainers():
+        row["wrong"].append("no trainer was seen, so that two trainers of a rank would not be seen either")
     return row
 
 

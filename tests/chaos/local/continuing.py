@@ -18,8 +18,10 @@ import typer
 
 from benchmarks.harness.launched import Launched, has_copies, make
 from benchmarks.harness.temporary import temporary_folder
+from megascale.config import load
 from megascale.core import strict_json
 from megascale.core.recovery_record import RecoveryRecord
+from megascale.errors import ConfigError
 
 SETTINGS = [
     "--resilience.spares=0",
@@ -88,6 +90,19 @@ def continue_replicas(
         raise typer.Exit(1)
 
 
+def check_settings(file: Path, words: Sequence[str], settings: Sequence[str]) -> None:
+    """Check further settings in the job's configuration, before it starts. Raises ConfigError that names the option.
+
+    Args:
+        file: configuration file of the job.
+        words: overrides of the campaign, `settings` included.
+    """
+    try:
+        load(file, words)
+    except ConfigError as error:
+        raise ConfigError(f"--setting {', '.join(settings)}: {error}") from None
+
+
 def run(
     file: Path,
     losses: int,
@@ -105,6 +120,8 @@ def run(
     if not is_compared:
         words += NOT_COMPARED
     words += [f"--{text}" for text in settings]
+    if settings:
+        check_settings(file, words, settings)
     job = Launched(file, "continued", words, pace=PACE if is_compared else 0.0)
     rows: list[dict[str, Any]] = []
     problems: list[str] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -27,6 +28,7 @@ import typer
 from benchmarks.harness.temporary import temporary_folder
 from megascale.config import Config
 from megascale.core import strict_json
+from megascale.errors import TrainingError
 
 # Shares of kills: during start-up; of one rank alone where there are several.
 _EARLY, _ONE_RANK = 0.15, 0.25
@@ -98,7 +100,6 @@ def restarts(
     from megascale import api
     from megascale.config import load_command_line
     from megascale.core.layout import lay_out
-    from megascale.errors import TrainingError
     from megascale.train.launcher import count_processes
 
     config = api.resolve(load_command_line(file, context.args))
@@ -173,7 +174,7 @@ class RestartedRun:
         """Start, and with `dice` kill at a random moment, on average `pace` steps on."""
         result = Attempt(self.config.parallel.model_dump(exclude_none=True))
         resumed_before = self._resumes()
-        begun = self.steps()
+        begun = newest = self.steps()
         started = time.monotonic()
         goal = begun + round(dice.uniform(0.0, 2.0 * pace)) if dice is not None else sys.maxsize
         early = dice is not None and dice.random() < _EARLY
@@ -185,16 +186,27 @@ class RestartedRun:
                 time.sleep(dice.uniform(0.0, 5.0))
             while not early and self.process.poll() is None and time.monotonic() < deadline:
                 local = self.steps()
+                if local != newest:
+                    newest = local
+                    deadline = time.monotonic() + _GRACE_PERIOD
                 if local != begun and result.first_step is None:
                     result.first_step = time.monotonic() - started
                 if result.first_step is not None and local >= goal:
                     break
                 time.sleep(0.02)
+            if time.monotonic() >= deadline:
+                raise TrainingError(
+                    f"run {self.name} has made no step after step {newest} in {_GRACE_PERIOD:g} s: {self._read_end()}"
+                )
             if dice is not None and self.process.poll() is None:
                 time.sleep(dice.uniform(0.0, 0.3))  # somewhere in a step or a save
                 result.victim = self._kill(dice)
         finally:
             self._end()
+        if dice is not None and not result.victim and self.process.returncode:
+            raise TrainingError(
+                f"run {self.name} ended with {self.process.returncode} before it was killed: {self._read_end()}"
+            )
         result.step = self.steps()
         if len(resumes := self._resumes()) > len(resumed_before):
             result.resumed, result.source = resumes[-1]["step"], resumes[-1]["loaded_from"]
@@ -232,11 +244,12 @@ class RestartedRun:
 
     def must_have_finished(self) -> None:
         """TrainingError with what was said last if the run ended badly."""
-        from megascale.errors import TrainingError
-
         if self.process.wait() != 0:
-            output = self.log.read_text(errors="replace").strip().splitlines()[-8:]
-            raise TrainingError(f"run {self.name} ended with {self.process.returncode}: " + "\n  ".join(output))
+            raise TrainingError(f"run {self.name} ended with {self.process.returncode}: {self._read_end()}")
+
+    def _read_end(self) -> str:
+        """Return the last lines of the log."""
+        return "\n  ".join(self.log.read_text(errors="replace").strip().splitlines()[-8:])
 
 
 def _children(pid: int) -> list[int]:
@@ -284,7 +297,8 @@ def compare(calm: Path, killed: Path) -> Comparison:
     for run in (calm, killed):
         engine, _ = restore_engine(run, device="cpu")
         sets.append({name: t for name, _, _, t in engine.optimizer.logical_tensors() if name.startswith("model.")})
-    weights = max(float((sets[1][n] - t).norm() / t.norm().clamp(min=1e-12)) for n, t in sets[0].items())
+    distances = [float((sets[1][n] - t).norm() / t.norm().clamp(min=1e-12)) for n, t in sets[0].items()]
+    weights = max(distances) if all(map(math.isfinite, distances)) else math.inf
     steps = len(theirs) if len(records) == len(theirs) else -1  # a step on record twice is an error
     ledgers = [lines(run / "samples" / "ledger.jsonl") for run in (calm, killed)]
     return Comparison(steps, separate, weights, ledgers[0] == ledgers[1])

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from benchmarks.harness.launched import Launched, Steps, make, phases, recovery
+from benchmarks.harness.launched import WAIT, Launched, Steps, make, phases, recovery
 from tests.chaos.faults.site import FaultSite, Row, equal_weights
+from tests.chaos.machines.network import wait
 from tests.chaos.slurm.faults import FAULTS, SlurmFault
 from tests.chaos.slurm.job import SlurmJob
 from tests.chaos.slurm.session import session
@@ -104,13 +105,13 @@ def _one_machine(job: Launched) -> Row:
     """The same without Slurm: all processes of a node are killed, and the spare takes over."""
     from megascale.resilience.faults.inject import Options, inject
 
-    wrong: list[str] = []
-    while job.first(lambda e: e.kind == "first_step") and job.step() < _BEFORE:
-        time.sleep(0.02)
+    job.first(lambda e: e.kind == "first_step")
+    wait(lambda: job.step() >= _BEFORE, f"step {_BEFORE} of {job.run.name}", WAIT)
     injected, before = time.time(), job.events()[-1].id
     with Steps(job) as steps:
         inject(job.run, "kill-node", Options(node="n1"))
         verdict, repeated = recovery(job, FAULTS["node-down"].verdicts, injected, before)
+    wrong = [] if verdict else [f"none of {', '.join(FAULTS['node-down'].verdicts)} came"]
     row: Row = dict(phases(job, injected, verdict, repeated, steps))
     row |= {"code": job.end(), "verdict": verdict.kind if verdict else None, "wrong": wrong}
     row["actions"] = [e.action for e in job.events() if e.kind == "recovery_action"]

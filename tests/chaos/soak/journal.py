@@ -47,9 +47,12 @@ def run(cases: range, seed: int, folder: Path, report: Report) -> None:
 
 def _case(job: Launched, rng: random.Random, old: Path) -> SoakCase:
     kind = rng.choice(list(DAMAGES))
-    _wait(lambda: _phase(job) == "running")
+    if not _wait(lambda: _phase(job) == "running"):
+        return SoakCase(kind, False, f"the job did not run before the damage; its phase is {_phase(job)!r}")
     time.sleep(rng.uniform(0.0, 1.0))  # the journal is written to meanwhile
     before, attempt = _pids(job), _attempt(job)
+    if 0 in before:
+        return SoakCase(kind, False, f"the ranks have no status file: processes {before}")
     job.process.kill()
     job.process.wait()
     if rng.random() < 0.5:

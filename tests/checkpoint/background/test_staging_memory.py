@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megascale.checkpoint import Checkpointer, end_unused_service
 from megascale.checkpoint.background import early_slots, service, service_protocol, snapshot, staging
 from megascale.checkpoint.background.early_slots import EarlySlots, prepare_slots
-from megascale.checkpoint.background.service import CheckpointService
+from megascale.checkpoint.background.service import CheckpointService, connect_checkpoint_service
 from megascale.checkpoint.background.service_protocol import (
     FROM_SERVICE,
     TO_SERVICE,
@@ -45,7 +45,7 @@ from megascale.checkpoint.saver import get_dtype_name
 from megascale.checkpoint.storage.base import PAGE
 from megascale.errors import DataError, FitError
 from megascale.services.conversation import Conversation, read_peer_credentials
-from tests.checkpoint.background.conftest import await_other, background, large_state
+from tests.checkpoint.background.conftest import await_other, background, large_state, service_pid
 from tests.checkpoint.background.test_pages import resident
 from tests.checkpoint.conftest import assert_same, blank, cut, full_shards, logical_state, run_group
 
@@ -708,6 +708,34 @@ def test_a_refused_start_ends_the_service_only_without_a_snapshot(run: Path) -> 
     assert folder.exists()
     end_unused_service(config, run)
     await_other(lambda: not folder.exists())
+
+
+def test_a_connection_that_starts_nothing_keeps_no_service_of_an_ended_run(run: Path) -> None:
+    """An agent connects to hold the service, and a rank of the ended run to wait for a commit."""
+    folder = service_protocol.private_folder(run)
+    checkpointer = Checkpointer(background(linger=1000), run, full_shards(logical_state(1)))
+    checkpointer.prepare()
+    hold = connect_checkpoint_service(folder)
+    checkpointer.finish()  # the end of the run
+    late = connect_checkpoint_service(folder)
+    late.close()
+    hold.close()
+    await_other(lambda: not folder.exists())
+
+
+def test_a_start_after_the_end_of_the_run_keeps_the_service(run: Path) -> None:
+    """The service still has a connection of the ended run, so it has not ended yet."""
+    folder = service_protocol.private_folder(run)
+    checkpointer = Checkpointer(background(linger=1000), run, full_shards(logical_state(1)))
+    checkpointer.prepare()
+    pid = service_pid(run)
+    hold = connect_checkpoint_service(folder)
+    checkpointer.finish()
+    following = Checkpointer(background(linger=1000), run, full_shards(logical_state(1)))
+    following.prepare()
+    hold.close()
+    following.finish(run_ended=False)
+    assert service_pid(run) == pid
 
 
 def list_memory_descriptors() -> set[str]:

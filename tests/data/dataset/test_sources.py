@@ -102,7 +102,14 @@ def test_parquet_row_groups(tmp_path: Path) -> None:
     ("line", "output"),
     [
         (b'{"text": "cut o', "line 2 is not JSON"),
-        (b"\xff\xfe", "line 2 is not JSON"),
+        (
+            b"\xff\xfe",
+            r"line 2 is not UTF-8 text: byte 17 of the file .0xff. is not UTF-8; convert .* `iconv",
+        ),
+        (
+            b'{"text": "caf\xe9"}',
+            r"line 2 is not UTF-8 text: byte 30 of the file .0xe9. is .*remove the record",
+        ),
         (b'{"txt": "a"}', "line 2 has no text under 'text' .it has 'txt'.*--text-key"),
         (b'{"text": 5}', "line 2 has a number under 'text', not text"),
         (b'{"text": ["a"]}', "line 2 has a list under 'text', not text"),
@@ -170,7 +177,7 @@ def test_json_that_is_not_one_record_per_line(tmp_path: Path, data: bytes, chunk
         (b'{"data": [{"text": "a"}]}', sources.NOT_RECORDS),
         (b'["a", "b"]', sources.NOT_RECORDS),
         (b"{ // a comment\n}", sources.NOT_JSON),
-        (b"\xff\xfe[\x00]\x00", sources.NOT_JSON),
+        (b"\xff\xfe[\x00]\x00", source_files.NOT_UTF8),
         (b"[]", source_files.EMPTY_FILE),
         (b"", source_files.EMPTY_FILE),
     ],
@@ -235,6 +242,45 @@ def test_parquet_text_as_bytes(tmp_path: Path, kind: str) -> None:
     (piece,) = cut_pieces(find_files([tmp_path / "a.PARQUET"]), 1 << 20)
     reasons = Counter(item.skipped for item in read_documents(piece, "text"))
     assert reasons == {"": len(TEXTS), sources.NULL_TEXT: 1, sources.RECORD_NOT_UTF8: 1}
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "dictionary"])
+def test_parquet_text_that_is_not_utf8_is_left_out_and_counted(tmp_path: Path, kind: str) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    text = pa.large_string() if kind == "large_string" else pa.string()
+    values = [*[text.encode() for text in TEXTS], b"caf\xe9", None]
+    column = pa.array(values, pa.binary()).cast(text, safe=False)
+    if kind == "dictionary":
+        column = column.dictionary_encode()
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    assert documents(tmp_path / "a.parquet") == TEXTS
+    (piece,) = cut_pieces(find_files([tmp_path / "a.parquet"]), 1 << 20)
+    reasons = Counter(item.skipped for item in read_documents(piece, "text"))
+    assert reasons == {"": len(TEXTS), sources.NULL_TEXT: 1, sources.RECORD_NOT_UTF8: 1}
+
+
+@pytest.mark.parametrize("beginning", [b"", b"\xef\xbb\xbf"], ids=["plain", "mark"])
+def test_a_byte_of_a_list_that_is_not_utf8_is_named(tmp_path: Path, beginning: bytes, monkeypatch) -> None:
+    monkeypatch.setattr(metered_files, "CHUNK_BYTES", 16)
+    data = beginning + '[{"text": "\u00e9"}, '.encode() + b'{"text": "caf\xe9"}]'
+    (tmp_path / "a.json").write_bytes(data)
+    with pytest.raises(DataError, match=rf"a\.json is not UTF-8 text: byte {len(data) - 4} of the file .0xe9. is not"):
+        documents(tmp_path / "a.json")
+
+
+def test_a_byte_of_a_compressed_file_and_of_a_later_piece_has_its_offset(tmp_path: Path) -> None:
+    data = jsonl(["a", "b"]) + b'{"text": "\xe9"}\n'
+    offset = data.index(b"\xe9")
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(data))
+    with pytest.raises(DataError, match=rf"line 3 is not UTF-8 text: byte {offset} of the unpacked file"):
+        documents(tmp_path / "a.jsonl.gz")
+    (tmp_path / "b.jsonl").write_bytes(data)
+    pieces = cut_pieces(find_files([tmp_path / "b.jsonl"]), len(data) // 2 + 4)
+    assert len(pieces) == 2
+    with pytest.raises(DataError, match=rf"b\.jsonl, .* is not UTF-8 text: byte {offset} of the file"):
+        list(read_documents(pieces[1], "text"))
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
@@ -317,7 +363,8 @@ def test_a_text_file_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch) ->
     (tmp_path / "a.txt").write_bytes(b"y" * 900)
     assert documents(tmp_path / "a.txt") == ["y" * 900]
     (tmp_path / "a.txt").write_bytes(bytes(2000))  # what is not text is left out, however long it is
-    assert left_out(tmp_path / "a.txt") == {source_files.NOT_UTF8: 1}
+    reason = "files (.txt that is not UTF-8: convert it with `iconv -f ENCODING -t UTF-8`)"
+    assert left_out(tmp_path / "a.txt") == {reason: 1}
 
 
 def test_a_small_file_takes_little_memory(tmp_path: Path) -> None:
@@ -410,6 +457,7 @@ def test_links_and_files_that_are_named_twice(tmp_path: Path) -> None:
         ("a.jsonl.bz2", "files (.bz2 is not read: compress it with gzip or zstd instead)"),
         ("a.tar.gz", "files (.tar.gz is not read: unpack it)"),
         ("a.arrow", "files (.arrow is not read: convert it to parquet)"),
+        ("a.csv.gz", "files (.csv that is not UTF-8: convert it with `iconv -f ENCODING -t UTF-8`)"),
         ("a.png", source_files.NOT_UTF8),
     ],
 )

@@ -226,6 +226,13 @@ def test_several_faults_are_reported_at_once_and_nothing_is_left(tmp_path, megas
     assert not (tmp_path / "out").exists()
 
 
+def test_a_byte_that_is_not_utf8_is_named(tmp_path) -> None:
+    file = tmp_path / "chat.jsonl"
+    file.write_bytes(b'{"prompt": "a", "completion": "b"}\n{"prompt": "caf\xe9"}\n')
+    with pytest.raises(DataError, match=r"line 2, the record: byte 15 of the line .0xe9. is not UTF-8; convert"):
+        build_chat(tmp_path / "data", [file], tokenizer=None)
+
+
 def test_pairs_of_texts_and_of_messages(folder, tmp_path) -> None:
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     pair = {"prompt": "Hello, ", "completion": "you"}

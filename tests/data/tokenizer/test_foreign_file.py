@@ -29,6 +29,7 @@ SENTENCEPIECE = b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02\n\x0c\n\x03\xe2\
         ("tekken.json", json.dumps({"vocab": [{"rank": 0, "token_bytes": "AA=="}]}).encode(), "a Tekken vocabulary"),
         ("list.json", b"[]", "JSON of another kind"),
         ("new.json", b'{"model": {"type": "Unheard"}}', "JSON of another kind, or of a newer version"),
+        ("latin.json", b'{"model": "caf\xe9"}', "not text in UTF-8"),
         ("vocab.txt", b"[PAD]\n[UNK]\n", "not JSON.*AutoTokenizer"),
         ("empty.json", b"", "empty"),
     ],

@@ -32,6 +32,19 @@ BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-c
 # What would run if any of it became a part of the page.
 EVIL = "<img src=x onerror=\"window.hacked='yes'\"><script>window.hacked='yes'</script>'\"&${1}"
 
+# Python that a served dashboard runs first: the server that forked it forks its query processes too, which as new
+# processes take half a second each. `test_guard.py` has servers with new processes.
+FORKED_QUERIES = """
+import multiprocessing
+from types import SimpleNamespace
+from megascale.observe.dashboard import query_process
+from tests.forked import context
+
+query_process.multiprocessing = SimpleNamespace(
+    get_context=lambda method: context, parent_process=multiprocessing.parent_process
+)
+"""
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
@@ -147,7 +160,10 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., st
         output = folder / f"{len(started)}.out"
         access = [] if "--token-file" in arguments else ["--no-token"]
         process = Forked(
-            ["dashboard", location, "--port=0", "--no-browser"] + access + list(arguments), output=output, cwd=folder
+            ["dashboard", location, "--port=0", "--no-browser"] + access + list(arguments),
+            output=output,
+            cwd=folder,
+            before=FORKED_QUERIES,
         )
         started.append(process)
         deadline = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""Loads of experts: the figures of a layer, damaged records, and the heat map in a browser."""
+"""Loads of experts: the figures of a layer, and damaged records. `test_pages.py` has the heat map in a browser."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 from megascale.errors import DataError
 from megascale.observe.dashboard.expert_loads import read_expert_loads
 
-pytestmark = pytest.mark.xdist_group("browser")
 SETTINGS = {"parallel": {"tensor": 2, "expert": 2}}
 
 
@@ -45,27 +44,3 @@ def test_damaged_counts_are_left_out(tmp_path, value):
     run = write_counts(tmp_path / "run", {10: value, 20: [[3, 5]]}, extra='{"step": 30, "expert_counts": [[1,')
     assert read_expert_loads(run, None, {})["steps"] == [20]
     assert read_expert_loads(tmp_path / "missing", None, {})["counts"] == []
-
-
-def test_the_overview_draws_the_loads_and_only_of_runs_with_experts(page, serve, tmp_path):
-    counts = [[(layer * 7 + expert * 13) % 40 for expert in range(16)] for layer in range(6)]
-    run = write_counts(tmp_path / "moe", {10: [[5] * 16] * 6, 20: counts})
-    address = serve(run)
-    page.goto(f"{address}overview?run=moe")
-    page.wait_for_selector("main[data-ready]")
-    panel = page.locator("section[aria-label=experts]")
-    assert "step 20" in panel.inner_text()
-    assert panel.locator("tbody tr").count() == 6
-    canvas = panel.locator("canvas")
-    canvas.focus()
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowRight")
-    assert "layer of experts 0, expert 1: 13 tokens" in panel.locator("p[role=status]").inner_text()
-    panel.get_by_label("step of the heat map").press("Home")
-    panel.get_by_text("step 10", exact=True).wait_for()
-    (tmp_path / "plain").mkdir()
-    (tmp_path / "plain" / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": time.time(), "loss": 1.0}) + "\n")
-    address = serve(tmp_path / "plain")
-    page.goto(f"{address}overview?run=plain")
-    page.wait_for_selector("main[data-ready]")
-    assert page.locator("section[aria-label=experts]").is_hidden()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from urllib.parse import quote
 
@@ -12,6 +13,7 @@ import pytest
 from megascale.core import strict_json
 from megascale.observe.plots import smooth
 from tests.observe.dashboard.conftest import EVIL, JOB, SLOW
+from tests.observe.dashboard.test_expert_loads import write_counts
 
 pytestmark = pytest.mark.xdist_group("browser")
 # Axe's rules that look at colours, of those that it applies unless it is told otherwise.
@@ -456,3 +458,26 @@ def test_nothing_is_asked_of_the_internet(page, address):
     assert requested
     assert all(url.startswith(address) for url in requested)
     assert json.loads(page.evaluate("JSON.stringify(performance.getEntriesByType('resource').length)")) >= JOB.stages
+
+
+def test_the_overview_draws_the_loads_and_only_of_runs_with_experts(page, serve, tmp_path):
+    counts = [[(layer * 7 + expert * 13) % 40 for expert in range(16)] for layer in range(6)]
+    write_counts(tmp_path / "moe", {10: [[5] * 16] * 6, 20: counts})
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": time.time(), "loss": 1.0}) + "\n")
+    address = serve(tmp_path)
+    page.goto(f"{address}overview?run=moe")
+    page.wait_for_selector("main[data-ready]")
+    panel = page.locator("section[aria-label=experts]")
+    assert "step 20" in panel.inner_text()
+    assert panel.locator("tbody tr").count() == 6
+    canvas = panel.locator("canvas")
+    canvas.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert "layer of experts 0, expert 1: 13 tokens" in panel.locator("p[role=status]").inner_text()
+    panel.get_by_label("step of the heat map").press("Home")
+    panel.get_by_text("step 10", exact=True).wait_for()
+    page.goto(f"{address}overview?run=plain")
+    page.wait_for_selector("main[data-ready]")
+    assert page.locator("section[aria-label=experts]").is_hidden()

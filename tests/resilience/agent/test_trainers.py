@@ -24,7 +24,7 @@ import pytest
 from msgspec.structs import replace
 
 from megascale.config import ForeignConfig, ResilienceConfig
-from megascale.core.exit_record import ExitKind, ExitRecord
+from megascale.core.exit_record import ExitKind, ExitRecord, attach_record
 from megascale.core.grid import Grid
 from megascale.core.process_orders import DYING_VARIABLE, PrepareGroups, Resume, read_orders
 from megascale.core.secrets import REPLICA_VARIABLE
@@ -32,10 +32,11 @@ from megascale.core.status import PARKED, StatusFile
 from megascale.observe.hang.evidence import read_process_state
 from megascale.resilience import rules
 from megascale.resilience.agent import early_processes, process_usage
+from megascale.resilience.agent.early_processes import EarlyProcesses
 from megascale.resilience.agent.foreign_program import ForeignProgram
 from megascale.resilience.agent.fork_server_link import ForkServerLink
 from megascale.resilience.agent.fork_server_process import LOG_FILE, start_fork_server
-from megascale.resilience.agent.rank_programs import MegascaleTrainer, Progress, TrainerProcess
+from megascale.resilience.agent.rank_programs import LONG_SILENCE, MegascaleTrainer, Progress, TrainerProcess
 from megascale.resilience.agent.trainers import Trainers
 from megascale.resilience.process_birth import read_birth_time
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Start
@@ -47,6 +48,7 @@ from megascale.resilience.protocol.fork_messages import (
     Ended,
     Fork,
     Forked,
+    ForkFailed,
     ForkServerReady,
     Instruct,
 )
@@ -244,7 +246,8 @@ def test_a_long_exception_in_any_script_fits_the_pipe():
 
     read, write = os.pipe()
     for text in ("x" * 10_000, "\U0001f600" * 10_000, "\udcff\n" * 5000):
-        report_exception(write, OSError(errno.ENOSPC, text))
+        error = attach_record(OSError(errno.ENOSPC, text), ExitKind.DISK_FULL, subject="\U0001f600" * 200)
+        report_exception(write, error)
         (arguments,) = FrameReader(FROM_CHILD).feed(os.read(read, 65536))
         assert arguments.record.kind is ExitKind.DISK_FULL
         assert arguments.error.startswith("OSError")
@@ -747,7 +750,7 @@ def test_a_rank_that_loads_has_completed_no_step(tmp_path: Path) -> None:
         status.update(phase, step)
         stages.append(local.read_stages()[0])
     status.close()
-    assert stages == [("load", False), ("train", False), ("train", True), ("evaluate", True)]
+    assert stages == [("load", False, 0), ("train", False, 0), ("train", True, 0), ("evaluate", True, 0)]
 
 
 def kill_ranks_with_standby(tmp_path: Path, settings: str) -> tuple[list[int], list[int]]:
@@ -849,6 +852,23 @@ def test_the_next_heartbeat_comes_once_all_ranks_have_stood_still(tmp_path: Path
     assert 0.0 < local.compute_next_silence(10.0) <= 1.0
 
 
+def test_a_rank_that_continues_after_a_silence_has_another_stage(tmp_path: Path) -> None:
+    """The heartbeat that follows tells the driver of the move at once. Otherwise it may end a job that continues."""
+    (tmp_path / "node").mkdir()
+    local = Trainers(tmp_path / "run", tmp_path / "node", lambda: None)
+    trainer = TrainerProcess(0, tmp_path / "log", 0, pid=os.getpid())
+    local.trainers = {0: trainer}
+    status = StatusFile(tmp_path / "run" / "status", 0)
+    stages = []
+    for step, silence in ((5, 60.0), (6, LONG_SILENCE - 1.0), (7, LONG_SILENCE + 0.1), (8, 0.0)):
+        trainer.progress_time = time.monotonic() - silence
+        status.update("train", step)
+        stages.append(local.read_stages()[0])
+    status.close()
+    # The first report ends no silence.
+    assert [silences for _, _, silences in stages] == [0, 0, 1, 1]
+
+
 @pytest.mark.parametrize("continues", [False, True])
 def test_a_stopped_rank_has_a_replacement_while_its_hang_is_examined(continues: bool, tmp_path: Path) -> None:
     """If the rank continues, its replacement ends, because it occupies memory."""
@@ -924,3 +944,102 @@ def test_the_entry_module_of_an_agent_imports_nothing_that_delays_its_fork_serve
     modules = set(result.stdout.split())
     assert "megascale.resilience.agent.fork_server_process" in modules
     assert not modules & {"asyncio", "msgspec", "pydantic", "torch", "megascale.config", "megascale.services"}
+
+
+def test_a_process_whose_request_was_dropped_does_not_serve_a_later_request() -> None:
+    """The later request may name another GPU."""
+    killed: list[int] = []
+    early = EarlyProcesses(are_standby=True, kill=killed.append)
+    assert early.reserve(0)
+    early.end_all()  # before the fork
+    assert early.reserve(0)
+    early.add(0, 11)
+    early.add(0, 12)
+    assert (killed, early.pids) == ([11], {0: 12})
+    early.end(0)
+    assert early.reserve(0)
+    early.end_all()
+    early.forget()  # the fork server has ended, and reports no process of the dropped request
+    assert early.reserve(0)
+    early.add(0, 13)
+    assert (killed, early.pids) == ([11, 12], {0: 13})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_an_order_to_a_fork_server_that_has_just_ended_is_reported_by_its_end(tmp_path: Path) -> None:
+    """An order to stop would otherwise fail, and the driver would get no answer."""
+
+    async def run() -> list[str]:
+        ended = asyncio.Event()
+        link = ForkServerLink(tmp_path / LOG_FILE, lambda message: None, ended.set)
+        link.start(["csv"])
+        assert link.process is not None
+        try:
+            link.end_reason = "the lease has expired"
+            link.process.kill()
+            link.process.wait()
+            link.send(Instruct(1, b"order\n"))  # before the event loop sees the end
+            await asyncio.wait_for(ended.wait(), 30)
+            reasons = [link.describe_end()]
+            link.end_reason = "the lease has expired"
+            link.kill()
+            link.start(["csv"])
+            link.process.kill()
+            reasons.append(link.describe_end())
+            return reasons
+        finally:
+            link.kill()
+
+    reasons = asyncio.run(run())
+    assert reasons[0] == "the lease has expired"
+    assert reasons[1].endswith("ended with signal SIGKILL"), "the reason of an earlier server does not count"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_a_rank_whose_process_cannot_be_created_fails_without_its_fork_server(tiny: Path, tmp_path: Path) -> None:
+    """Otherwise a replacement that lacks memory would end the ranks that train."""
+    (tmp_path / "node").mkdir()
+    order = Start(1, 1, "tiny", (0,), 1, ("127.0.0.1", 1), tiny.read_text(), ())
+
+    async def run() -> tuple[Worker, Worker]:
+        changed = asyncio.Event()
+        local = Trainers(tmp_path / "runs" / "tiny", tmp_path / "node", changed.set)
+        local.start_server()
+
+        async def wait_until(is_reached: Callable[[], bool]) -> None:
+            while not is_reached():
+                changed.clear()
+                await changed.wait()
+
+        try:
+            async with asyncio.timeout(120):
+                await wait_until(lambda: local._fork_server.is_ready)
+                server = local._fork_server.process
+                assert server is not None
+                limits = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+                resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+                local.start(order, "127.0.0.1", b"t" * 64)
+                await wait_until(lambda: local.trainers[0].status is not None)
+                (failed,) = local.describe_workers()
+                resource.prlimit(server.pid, resource.RLIMIT_NOFILE, limits)
+                local.start(replace(order, attempt=2), "127.0.0.1", b"t" * 64)
+                await wait_until(lambda: local.trainers[0].pid > 0)
+                assert local._fork_server.process is server
+                assert server.poll() is None
+                (running,) = local.describe_workers()
+                return failed, running
+        finally:
+            local.end_server()
+
+    failed, running = asyncio.run(run())
+    assert (failed.state, failed.code) == ("exited", 1)
+    assert "Too many open files" in failed.error
+    assert running.state == "running"
+
+
+def test_a_failed_request_for_an_early_process_is_not_repeated_in_its_attempt(tmp_path: Path) -> None:
+    local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
+    assert local._early.reserve(0)
+    local._handle_report(ForkFailed(0, 0, ExitRecord(), "OSError: no memory"))
+    assert local._early.pids == {}
+    assert local._early.failed_ranks == {0}

@@ -1,6 +1,7 @@
 """`megascale plan`: what it says, what it refuses and how, its time and memory, no torch."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +107,24 @@ def test_tables_and_picture(megascale):
     rows = [line for line in done.stdout.splitlines() if line.startswith("stage ")]
     assert rows[0].rstrip() == "stage 0  0 1    0<<< 21<<< 32<<<  3<<<"
     assert rows[1].rstrip() == "stage 1    00<<< 11<<< 22<<< 33<<<"
+
+
+def test_host_memory_of_copies_is_printed(megascale):
+    arguments = ["--gpus", "16", "--model.preset=gpt-13b", "--parallel.tensor=2", "--parallel.pipeline=2"]
+    arguments += ["--train.global_batch=64", "--checkpoint.background=true", "--checkpoint.slots=2"]
+    arguments += ["--checkpoint.replicas=true"]
+    result = megascale("plan", *arguments)
+    assert result.returncode == 0, result.stderr
+    pattern = r"host memory: (\S+) GiB per rank, (\S+) GiB per host of 8 ranks: (\S+) snapshots .* (\S+) copies"
+    per_rank, per_host, snapshots, replicas = map(float, re.search(pattern, result.stdout).groups())
+    assert per_host == pytest.approx(8 * per_rank, abs=0.1)
+    assert snapshots + replicas == pytest.approx(per_rank, abs=0.02)
+    record = json.loads(megascale("plan", *arguments, "--json").stdout)
+    by_stage = record["host_memory_by_stage"]
+    assert max(memory["total"] for memory in by_stage) / 2**30 == pytest.approx(per_rank, abs=0.01)
+    # Without copies of other hosts, all ranks of a run together hold two checkpoints.
+    assert 8 * sum(memory["snapshots"] for memory in by_stage) == pytest.approx(2 * 12 * record["parameters"], rel=0.01)
+    assert "host memory" not in megascale("plan", *arguments[:6]).stdout
 
 
 def test_the_bars_of_memory_add_up_to_the_total():

@@ -16,9 +16,10 @@ import torch
 
 from megascale.checkpoint.background import service, service_protocol
 from megascale.checkpoint.background.service_protocol import Allocate, AwaitPages
-from megascale.checkpoint.background.staging import CHECK_SECONDS, ServiceConnections, StagingSlot, count_slots
+from megascale.checkpoint.background.staging import CHECK_SECONDS, ServiceConnections, StagingSlot
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.config import CheckpointConfig
+from megascale.core.host_memory import count_slots
 from megascale.errors import TrainingError
 from megascale.services.conversation import Conversation, close_descriptors
 

@@ -17,11 +17,12 @@ import numpy as np
 from megascale.checkpoint.background import snapshot_memory
 from megascale.checkpoint.background.huge_pages import identify_memory
 from megascale.checkpoint.background.service_protocol import ListSnapshots, OpenedSnapshot, OpenSnapshot
+from megascale.checkpoint.chunk_source import ChunkSource, LoadReport
 from megascale.checkpoint.copies import FileRange
 from megascale.checkpoint.format.chunks import TensorShard
 from megascale.checkpoint.format.index import CheckpointIndex, join_indexes
 from megascale.checkpoint.format.write_plan import data_file_name
-from megascale.checkpoint.loader import AcceptState, ChunkSource, LoadReport, fill_shards
+from megascale.checkpoint.loader import AcceptState, fill_shards
 from megascale.checkpoint.object_collectives import Peers
 from megascale.services.conversation import Conversation
 

@@ -1,4 +1,4 @@
-"""Token and address with which hosts exchange replicas.
+"""Token, address and partner with which hosts exchange replicas.
 
 Hosts prove to each other that they know the token, and never send it. The agents of a launched job pass the token to
 all hosts in the environment (MEGASCALE_REPLICA_TOKEN). Otherwise the token is in a file of mode 600 in the checkpoints
@@ -13,7 +13,9 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from megascale.checkpoint.background.replica import pair_hosts
 from megascale.checkpoint.object_collectives import Peers
 from megascale.core.addresses import is_loopback
 from megascale.core.secrets import REPLICA_VARIABLE
@@ -24,6 +26,15 @@ log = logging.getLogger(__name__)
 TOKEN_FILE = "replica.token"
 _MIN_TOKEN_CHARACTERS = 32
 _MAX_SHOWN = 4  # addresses that a message names
+
+
+class HostService(NamedTuple):
+    """Checkpoint service of a host: its name, address and port for replicas, and the host's fault domain."""
+
+    name: str
+    address: str
+    port: int
+    domain: str
 
 
 def agree_on_token(peers: Peers, location: str, identity: str) -> tuple[str, str | None]:
@@ -110,3 +121,22 @@ def warn_if_reachable(addresses: Sequence[tuple[str, int]]) -> None:
             ", ".join(reachable[:_MAX_SHOWN]),
             f" and {hidden} more" if hidden > 0 else "",
         )
+
+
+def find_peer_address(hosts: Sequence[HostService], service_name: str) -> tuple[str, int] | None:
+    """Return address and port of the service that keeps a host's replicas, or None if there is no other host.
+
+    Args:
+        hosts: service of each process's host.
+        service_name: name of the host's own service.
+    """
+    hosts_by_name = {host.name: host for host in hosts}
+    names = list(hosts_by_name)
+    if len(names) == 1:
+        return None
+    # A host without a fault domain is a domain by itself.
+    domains = [host.domain or host.name for host in hosts_by_name.values()]
+    partners = pair_hosts(domains)
+    partner_name = names[partners[names.index(service_name)]]
+    partner = hosts_by_name[partner_name]
+    return partner.address, partner.port

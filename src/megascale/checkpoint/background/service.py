@@ -70,6 +70,11 @@ _GOODBYE_SECONDS = 10.0  # within which a service starts and replies to the rank
 _PAGES_TIMEOUT = 0.5  # seconds within which `AwaitPages` gets a reply, even if the pages are not ready
 
 
+# Messages of a trainer that starts, after the end of the run before it. A connection alone shows no start: an agent
+# connects too, and ranks of the ended run still wait for commits.
+_START_MESSAGES = (Register, Allocate, StageSnapshot, ListSnapshots, OpenSnapshot)
+
+
 class CheckpointService:
     """State of the service, shared by the connections of all trainers. Each method `on_...` handles one message.
 
@@ -106,10 +111,11 @@ class CheckpointService:
         }
 
     def handle_trainer(self, trainer: Conversation) -> None:
-        """Serve one trainer until it disconnects."""
-        self.lifetime.has_run_ended = False
+        """Serve one trainer, or an agent that keeps the service alive, until it disconnects."""
         while True:
             message = trainer.receive(max_body_bytes=1 << 40)
+            if isinstance(message, _START_MESSAGES):
+                self.lifetime.has_run_ended = False
             try:
                 self._handlers[type(message)](trainer, message)
             except EOFError:
@@ -132,7 +138,8 @@ class CheckpointService:
 
     def on_goodbye(self, trainer: Conversation, message: Goodbye) -> None:
         """Let the service end as soon as it has no work, unless the message excludes it."""
-        self.lifetime.has_run_ended = not (message.keeps_snapshots and self._has_snapshots())
+        if not (message.keeps_snapshots and self._has_snapshots()):
+            self.lifetime.has_run_ended = True
         trainer.send(Done())
 
     def on_allocate(self, trainer: Conversation, message: Allocate) -> None:

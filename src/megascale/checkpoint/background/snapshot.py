@@ -6,7 +6,7 @@ starts the copy, and `before_update` makes the update wait until the copy is com
 1. `Snapshots.start` queues a SnapshotCopy.
 2. `Snapshots._serve_slot`, in a thread per slot, copies the state and sends `StageSnapshot` to the host's service.
 3. `CheckpointService.on_stage_snapshot`, in the service, completes the snapshot, sends it to a peer and writes it.
-4. `Snapshots._watch_commits`, on the first process, receives the result of the commit.
+4. `CommitWatcher` (commit_watcher.py), on the first process, receives the result of the commit.
 """
 
 from __future__ import annotations
@@ -22,21 +22,25 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
 
 from megascale.checkpoint.background import service, service_protocol
+from megascale.checkpoint.background.commit_watcher import CommitWatcher
 from megascale.checkpoint.background.huge_pages import identify_memory
 from megascale.checkpoint.background.pending_saves import BLANK
-from megascale.checkpoint.background.replica import pair_hosts
-from megascale.checkpoint.background.replica_setup import agree_on_token, resolve_address, warn_if_reachable
+from megascale.checkpoint.background.replica_setup import (
+    HostService,
+    agree_on_token,
+    find_peer_address,
+    resolve_address,
+    warn_if_reachable,
+)
 from megascale.checkpoint.background.service_protocol import (
     Allocate,
-    AwaitCommit,
     AwaitPages,
-    AwaitPruning,
     Goodbye,
     InvalidateSlot,
     ListSnapshots,
@@ -52,7 +56,6 @@ from megascale.checkpoint.background.staging import (
     SnapshotCopy,
     StagingSlot,
     choose_slot,
-    count_slots,
     make_rank_index,
     wait_for,
 )
@@ -66,6 +69,7 @@ from megascale.checkpoint.storage.base import PAGE
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import CheckpointConfig
 from megascale.core.exit_record import ExitKind, attach_record, find_exit_record
+from megascale.core.host_memory import count_slots
 from megascale.core.stopwatch import Stopwatch
 from megascale.errors import FitError, MegascaleError, TrainingError
 from megascale.services.conversation import Conversation, close_descriptors
@@ -87,15 +91,6 @@ _COMMIT_SECONDS = 1.5
 # The start waits for memory of up to this size. Larger memory is prepared while training runs.
 _WAIT_AT_START_BYTES = 256 << 20
 _RESERVE_MARGIN = 1.02  # files of ranks differ in size by chunks that are not divided
-
-
-class _HostService(NamedTuple):
-    """Checkpoint service of a host: its name, address and port for replicas, and the host's fault domain."""
-
-    name: str
-    address: str
-    port: int
-    domain: str
 
 
 class Snapshots:
@@ -185,11 +180,9 @@ class Snapshots:
         self.kept_slot_count = 0  # slots that had been prepared before
         self._slot_threads: list[threading.Thread] = []
         self._slot_connections = ServiceConnections(self._connect)
-        self._commit_connections = ServiceConnections(self._connect)
         self._last_copies: dict[int, SnapshotCopy] = {}  # by slot
-        self._watcher: threading.Thread | None = None
+        self._watcher: CommitWatcher | None = None
         self._closing_thread: threading.Thread | None = None  # releases memory of earlier attempts
-        self._saves_to_watch: queue.SimpleQueue[SnapshotCopy | None] = queue.SimpleQueue()
         self._allocation_error: OSError | None = None  # of this process
         self._failed_rank = -1  # first process whose allocation failed, or -1; the same on all processes
 
@@ -457,8 +450,10 @@ class Snapshots:
         self.before_update()
         if awaits_snapshots:
             self._await_local_snapshots()
-        for connections in (self._slot_connections, self._commit_connections):
-            connections.end("the process has left the attempt")
+        reason = "the process has left the attempt"
+        self._slot_connections.end(reason)
+        if self._watcher is not None:
+            self._watcher.end_waits(reason)
         slots = self._slots
         self._slots = []
         self._close(slots)
@@ -504,17 +499,17 @@ class Snapshots:
             if problem:
                 return problem
         self.stopwatch.end_phase("token")
-        host = _HostService("", "", 0, "")
+        host = HostService("", "", 0, "")
         try:
             self._connection = self._connect()
             self._service.timeout = _REPLY_TIMEOUT
             address = resolve_address(self._config.replica_address)
             registered = self._service.request(Register(self._token, address))
-            host = _HostService(registered.service, address, registered.port, self._domain)
+            host = HostService(registered.service, address, registered.port, self._domain)
         except (OSError, TrainingError) as error:
             problem = f"the checkpoint service of a host cannot be reached: {error}"
         self.stopwatch.end_phase("service")
-        answers = self.peers.all_gather((problem, host), tuple[str | None, _HostService])
+        answers = self.peers.all_gather((problem, host), tuple[str | None, HostService])
         problem = next((text for text, _ in answers if text), None)
         if problem:
             return problem
@@ -522,7 +517,9 @@ class Snapshots:
         self._local_ranks = [rank for rank, rank_host in enumerate(hosts) if rank_host.name == host.name]
         if self._config.replicas and self.peers.rank == 0:
             warn_if_reachable([(rank_host.address, rank_host.port) for rank_host in hosts])
-        self._peer = self._find_peer_address(hosts, host.name)
+        self._peer = None
+        if self._config.replicas:
+            self._peer = find_peer_address(hosts, host.name)
         self.stopwatch.end_phase("hosts")
         problem = self._allocate()
         self.stopwatch.end_phase("others' memory")
@@ -532,7 +529,6 @@ class Snapshots:
         self._is_memory_prepared = False
         self._open_time = time.monotonic()
         self._slot_connections = ServiceConnections(self._connect)
-        self._commit_connections = ServiceConnections(self._connect)
         self._has_lost_service = False
         self._slot_threads = [
             _start_thread(self._serve_slot, slot_index, slot) for slot_index, slot in enumerate(self._slots)
@@ -540,26 +536,9 @@ class Snapshots:
         if self.memory <= _WAIT_AT_START_BYTES:
             self.wait_for_memory()
         self.stopwatch.end_phase("pages")
-        self._watcher = _start_thread(self._watch_commits) if self.peers.rank == 0 else None
+        if self.peers.rank == 0:
+            self._watcher = CommitWatcher(self._connect, self._report)
         return None
-
-    def _find_peer_address(self, hosts: Sequence[_HostService], service_name: str) -> tuple[str, int] | None:
-        """Return address and port of the service that keeps this host's replicas, or None without replicas.
-
-        Args:
-            hosts: service of each process's host.
-            service_name: name of this process's service.
-        """
-        hosts_by_name = {host.name: host for host in hosts}
-        names = list(hosts_by_name)
-        if not self._config.replicas or len(names) == 1:
-            return None
-        # A host without a fault domain is a domain by itself.
-        domains = [host.domain or host.name for host in hosts_by_name.values()]
-        partners = pair_hosts(domains)
-        partner_name = names[partners[names.index(service_name)]]
-        partner = hosts_by_name[partner_name]
-        return partner.address, partner.port
 
     def _allocate(self) -> str | None:
         """Allocate memory for this process's snapshots in the service. On the first process, send the plan. Collective.
@@ -685,10 +664,7 @@ class Snapshots:
         for thread in self._slot_threads:
             thread.join()
         if self._watcher is not None:
-            self._saves_to_watch.put(None)
-            self._watcher.join(watch_seconds)
-            self._commit_connections.end("its commit is not known: a host has lost its checkpoint service")
-            self._watcher.join()
+            self._watcher.close(watch_seconds)
         if self._closing_thread is not None:
             self._closing_thread.join()
         self._closing_thread = None
@@ -730,8 +706,8 @@ class Snapshots:
             copy.copied.set()
             copy.replicated.set()
             slot.free.set()
-            if copy.message.persist and self.peers.rank == 0 and not copy.outcome.reason:
-                self._saves_to_watch.put(copy)
+            if copy.message.persist and self._watcher is not None and not copy.outcome.reason:
+                self._watcher.add(copy)
             else:
                 self._report(copy)
         if connection is not None:
@@ -755,27 +731,6 @@ class Snapshots:
         slot.is_complete = True
         copy.replicated.set()
         copy.outcome.replica = connection.receive_reply().replica
-
-    def _watch_commits(self) -> None:
-        """Wait for the result of each save, on the first process, and report it."""
-        connection: Conversation | None = None
-        while (copy := self._saves_to_watch.get()) is not None:
-            try:
-                if connection is None:
-                    connection = self._commit_connections.open()
-                result = connection.request(AwaitCommit(copy.message.generation))
-                copy.outcome.committed = result.committed
-                copy.outcome.bytes = result.bytes or copy.outcome.bytes
-                copy.outcome.reason = result.reason
-                copy.outcome.record = result.record
-            except Exception as error:
-                copy.outcome.reason = self._commit_connections.end_reason or str(error) or repr(error)
-            self._report(copy)
-            if connection is not None:
-                with contextlib.suppress(OSError):
-                    connection.request(AwaitPruning())
-        if connection is not None:
-            connection.close()
 
     def _report(self, copy: SnapshotCopy) -> None:
         """Complete the times of a save that has ended, and queue its outcome for `poll`."""

@@ -24,7 +24,6 @@ from megascale.checkpoint.format.chunks import TensorShard
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.checkpoint.format.write_plan import RankFileLayout, data_file_name, make_offer
 from megascale.checkpoint.saver import ShardChunk, get_dtype_name
-from megascale.config import CheckpointConfig
 from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.services.conversation import Conversation
 
@@ -319,13 +318,6 @@ class StagingSlot:
         self.pairs.clear()
         with contextlib.suppress(BufferError):  # a tensor still uses the mapping, which is released with the tensor
             self.map.close()
-
-
-def count_slots(config: CheckpointConfig) -> int:
-    """Return the number of slots of a process. With one slot, a save is skipped while the last one is being written."""
-    if config.slots:
-        return config.slots
-    return 2 if config.memory_interval else 1
 
 
 def choose_slot(

@@ -72,7 +72,6 @@ def _pickle_tuple(values: Sequence[int]) -> bytes:
     return b"(" + b"".join(b"J" + struct.pack("<i", value) for value in values) + b"t"
 
 
-@lru_cache(4096)
 def _pickle_tensor(dtype: str, sizes: tuple[int, ...]) -> bytes:
     """Return the pickle (protocol 2) of a contiguous CPU tensor with the storage "0"."""
     count = 1
@@ -143,8 +142,9 @@ def build_archive_frame(dtype: str, sizes: tuple[int, ...], crc: int, length: in
     return head, tail[:-2] + struct.pack("<H", padding) + bytes(padding)
 
 
-def _build_unpadded_frame(dtype: str, sizes: tuple[int, ...], crc: int) -> tuple[bytes, bytes]:
-    element_bytes = prod(sizes) * element_size(dtype)
+@lru_cache(4096)
+def _build_fixed_members(dtype: str, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """Return the members before the elements, and their directory entries."""
     head = b""
     directory = b""
     members = {
@@ -156,6 +156,12 @@ def _build_unpadded_frame(dtype: str, sizes: tuple[int, ...], crc: int) -> tuple
         local, entry = _zip_member(name, crc32(data), len(data), len(head), align=False)
         head += local + data
         directory += entry
+    return head, directory
+
+
+def _build_unpadded_frame(dtype: str, sizes: tuple[int, ...], crc: int) -> tuple[bytes, bytes]:
+    element_bytes = prod(sizes) * element_size(dtype)
+    head, directory = _build_fixed_members(dtype, sizes)
     local, entry = _zip_member("archive/data/0", crc, element_bytes, len(head), align=True)
     head += local
     directory += entry

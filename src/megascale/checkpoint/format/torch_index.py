@@ -26,7 +26,7 @@ MAX_SMALL_TABLE = 8
 _TUPLE_OPCODES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}  # by length of the tuple
 
 # Field of a record: constant bytes, or the encoding of an integer and the column of its values.
-Field = bytes | tuple[str, np.ndarray]
+Field = bytes | tuple[str, np.ndarray | list[int]]
 
 
 class _Pickle:
@@ -150,8 +150,14 @@ def _pickle_class(module: str, name: str) -> bytes:
 
 def _encode_column(column: np.ndarray) -> Field:
     """Return a field of non-negative integers, in 4 bytes each if all fit."""
-    is_wide = len(column) and int(column.max()) >= 1 << 31
-    return ("wide" if is_wide else "narrow", column)
+    values: np.ndarray | list[int] = column
+    if len(column) <= MAX_SMALL_TABLE:
+        # Most tensors have few chunks. NumPy takes ten times as long as Python for the maximum of so few values.
+        values = column.tolist()
+        largest = max(values, default=0)
+    else:
+        largest = int(column.max())
+    return ("wide" if largest >= 1 << 31 else "narrow", values)
 
 
 def _encode_records(fields: Sequence[Field], count: int) -> bytes:
@@ -170,15 +176,15 @@ def _encode_small_table(fields: Sequence[Field], count: int) -> bytes:
             else:
                 encoding, column = field
                 opcode, _, struct_format = _INTEGERS[encoding]
-                encoded_fields.append(opcode + struct.pack(struct_format, int(column[row])))
+                encoded_fields.append(opcode + struct.pack(struct_format, column[row]))
     return b"".join(encoded_fields)
 
 
 def _encode_large_table(fields: Sequence[Field], count: int) -> bytes:
     layout: list[tuple[str, str]] = []
-    values: list[bytes | np.ndarray] = []
+    values: list[bytes | np.ndarray | list[int]] = []
     for field in fields:
-        field_columns: list[tuple[str, bytes | np.ndarray]]
+        field_columns: list[tuple[str, bytes | np.ndarray | list[int]]]
         if isinstance(field, bytes):
             field_columns = [(f"V{len(field)}", field)]
         else:

@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from megascale.data.text_encoding import NotUtf8Error, describe_invalid_utf8
+
 _SPACE = " \t\r\n"
 # A syntax error this close to the end of the buffer may only mean that the value continues in the next chunk.
 _NEAR_END = 32  # characters
@@ -65,8 +67,8 @@ def read_values(chunks: Iterable[tuple[bytes, int]], limit: int, key: str | None
         limit: largest number of characters of a value.
         key: key that may occur once per object; None for no check.
 
-    Raises ValueError for contents that are not JSON in UTF-8, TooLongError for a value beyond the limit, and
-    RepeatedKeyError for an object that has `key` twice.
+    Raises NotUtf8Error for a byte that is not UTF-8, ValueError for contents that are not JSON, TooLongError for a
+    value beyond the limit, and RepeatedKeyError for an object that has `key` twice.
     """
     reader = _Reader(chunks, limit, key)
     while first := reader.peek():
@@ -104,6 +106,7 @@ class _Reader:
         self._text = ""
         self._position = 0
         self._input_bytes = 0
+        self._file_bytes = 0  # bytes of the file that have been passed to the decoder
 
     def take_input_bytes(self) -> int:
         """Return the bytes of input read since the last call."""
@@ -168,7 +171,13 @@ class _Reader:
             chunk = next(self._chunks, None)
             is_at_end = chunk is None
             data, input_bytes = chunk or (b"", 0)
-            texts.append(self._utf8.decode(data, final=is_at_end))
+            self._file_bytes += len(data)
+            try:
+                texts.append(self._utf8.decode(data, final=is_at_end))
+            except UnicodeDecodeError as error:
+                # The decoder's bytes end where the chunk ends.
+                undecoded = error.object[error.start :]
+                raise NotUtf8Error(describe_invalid_utf8(undecoded, self._file_bytes - len(undecoded))) from None
             missing -= len(texts[-1])
             self._input_bytes += input_bytes
         self._text = "".join(texts)

@@ -38,6 +38,7 @@ _UNREAD_FORMATS = {
     **dict.fromkeys((".pkl", ".pickle", ".pt", ".npy", ".npz", ".h5"), "convert it to parquet or JSON lines"),
     **dict.fromkeys((".xlsx", ".xls", ".docx", ".pdf", ".epub"), "convert it to text"),
 }
+_TEXT_SUFFIXES = (".txt", ".text", ".md", ".csv", ".tsv")  # of files that are meant to be text
 _PROBE_BYTES = 1 << 12  # beginning of a file that shows whether it is binary
 # Reasons for skipping a file or a link, as reports name them.
 NOT_UTF8 = "files (not UTF-8 text)"
@@ -162,9 +163,14 @@ def _describe_file(name: str, path: Path) -> SourceFile:
 
 def explain_binary(path: Path) -> str:
     """Return the reason for skipping a file that is not UTF-8 text, with the remedy if its suffix shows one."""
+    name = path.name.lower()
     for suffix, remedy in _UNREAD_FORMATS.items():
-        if path.name.lower().endswith(suffix):
+        if name.endswith(suffix):
             return f"files ({suffix} is not read: {remedy})"
+    plain_name = name.rpartition(".")[0] if find_compression(path) else name
+    for suffix in _TEXT_SUFFIXES:
+        if plain_name.endswith(suffix):
+            return f"files ({suffix} that is not UTF-8: convert it with `iconv -f ENCODING -t UTF-8`)"
     return NOT_UTF8
 
 

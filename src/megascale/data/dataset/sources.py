@@ -22,7 +22,8 @@ from megascale.data.dataset.json_values import (
 from megascale.data.dataset.line_ranges import RECORD_LIMIT, read_range, split_lines
 from megascale.data.dataset.metered_files import Meter, find_compression, read_chunks
 from megascale.data.dataset.parquet_rows import read_rows
-from megascale.data.dataset.source_files import EMPTY_FILE, InputPiece, explain_binary, raise_data_errors
+from megascale.data.dataset.source_files import EMPTY_FILE, NOT_UTF8, InputPiece, explain_binary, raise_data_errors
+from megascale.data.text_encoding import NotUtf8Error, describe_invalid_utf8
 from megascale.errors import DataError
 
 # A text must be in memory as a whole, and a small compressed file may hold gigabytes.
@@ -129,7 +130,8 @@ def _refuse_table(path: Path, text: str, key: str) -> None:
 
 def _read_lines(path: Path, piece: InputPiece, key: str, meter: Meter | None) -> Iterator[TextRecord]:
     lines: Iterator[tuple[bytes, int, int]]
-    if find_compression(path):
+    is_compressed = bool(find_compression(path))
+    if is_compressed:
         lines = split_lines(read_chunks(path, meter), RECORD_LIMIT)
     else:
         lines = read_range(path, piece.start, piece.stop, limit=RECORD_LIMIT, meter=meter)
@@ -141,7 +143,7 @@ def _read_lines(path: Path, piece: InputPiece, key: str, meter: Meter | None) ->
             # The line's number is unknown in a byte range that does not begin the file.
             location = f"{path}, byte {offset}" if piece.start else f"{path}, line {line_number}"
             if line.strip():
-                record = _parse_json(line, location)
+                record = _parse_json(line, location, offset, is_compressed=is_compressed)
                 if sum(line.count(quoted) for quoted in quoted_forms) > 1 and has_repeated_key(line, key):
                     raise _repeated_key_error(location, key)
                 yield _read_record(record, key, location, input_bytes)
@@ -193,6 +195,10 @@ def _read_json(path: Path, key: str, meter: Meter | None) -> Iterator[TextRecord
         raise _too_long_error(f"{path}, record {record_number + 1}") from None
     except RepeatedKeyError:
         raise _repeated_key_error(f"{path}, record {record_number + 1}", key) from None
+    except NotUtf8Error as error:
+        if record_number or any(quoted.encode() in first_chunk for quoted in quote_key(key)):
+            raise _not_utf8_error(str(path), str(error)) from None  # the byte may be in a later record
+        skipped = NOT_UTF8
     except ValueError as error:
         # A settings file with comments is skipped. A file that contains the key is meant to hold records.
         if record_number or any(quoted.encode() in first_chunk for quoted in quote_key(key)):
@@ -201,11 +207,24 @@ def _read_json(path: Path, key: str, meter: Meter | None) -> Iterator[TextRecord
     yield TextRecord("", size - yielded_bytes, skipped=skipped)
 
 
-def _parse_json(line: bytes, location: str) -> Any:
+def _parse_json(line: bytes, location: str, offset: int, *, is_compressed: bool) -> Any:
+    """Return the value in a line. Raises DataError for a line that is not UTF-8 or not JSON.
+
+    Args:
+        location: the line's position, for messages.
+        offset: offset of the line in the file, after decompression.
+    """
     try:
         return parse_record(line)
     except (ValueError, RecursionError) as error:
+        problem = describe_invalid_utf8(line, offset, "of the unpacked file" if is_compressed else "of the file")
+        if problem:
+            raise _not_utf8_error(location, problem) from None
         raise _not_json_error(location, error) from None
+
+
+def _not_utf8_error(location: str, problem: str) -> DataError:
+    return DataError(f"{location} is not UTF-8 text: {problem}, or remove the record")
 
 
 def _repeated_key_error(location: str, key: str) -> DataError:

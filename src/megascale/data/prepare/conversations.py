@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megascale.core.untrusted_files import LFS_POINTER, open_regular
+from megascale.data.text_encoding import describe_invalid_utf8
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.chat_template import ChatTemplate, Message, RenderedChat, TemplateError, has_marks
 from megascale.errors import DataError
@@ -154,6 +155,9 @@ def _parse_json(data: bytes) -> dict[str, Any]:
     except _RecordError:
         raise
     except (ValueError, RecursionError) as error:
+        problem = describe_invalid_utf8(data, position="of the line")
+        if problem:
+            raise _RecordError("the record", problem) from None
         raise _RecordError("the record", f"it is not JSON ({error}); write one object per line") from None
     if not isinstance(record, dict):
         raise _RecordError("the record", f"it is {_describe(record)}; write an object with the key messages")

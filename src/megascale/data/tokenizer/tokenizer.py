@@ -15,6 +15,7 @@ from typing import Any
 
 from megascale.config import DataConfig
 from megascale.core.untrusted_files import LFS_POINTER
+from megascale.data.text_encoding import describe_invalid_utf8
 from megascale.data.tokenizer import tiktoken_file
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.huggingface_file import (
@@ -138,7 +139,11 @@ def _describe_kind(path: Path, data: bytes) -> str:
     try:
         record = json.loads(data)
     except (ValueError, RecursionError):
-        return "not JSON" if data else "empty"
+        if not data:
+            return "empty"
+        if describe_invalid_utf8(data):
+            return "not text in UTF-8"
+        return "not JSON"
     return _describe_json_kind(record)
 
 

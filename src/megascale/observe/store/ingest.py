@@ -188,7 +188,8 @@ class Ingest:
 
     def add_records(self, kind: int, records: np.ndarray[Any, Any]) -> None:
         """Store records of the host; `kind` is CLOCKS or COUNTERS."""
-        assert kind in (CLOCKS, COUNTERS)
+        if kind not in (CLOCKS, COUNTERS):
+            raise ValueError(f"records of a host are of kind {CLOCKS} or {COUNTERS}, not {kind}")
         self._host_frame_count += 1
         head = FrameHead(kind, self._host_ring, self._host_frame_count, rank=0, attempt=0, step=0)
         self._append([head], pack_frame(head, records.astype(RECORDS[kind])))

@@ -549,7 +549,8 @@ def compute_shard_amaxes(flat: Tensor, segments: Segments, out: Tensor) -> None:
 def compute_shard_scales(amax: Tensor, fmt: Format, out: Tensor) -> None:
     """Write `scale_from_amax` of each amax into out [matrices], made by `formats.allocate_scales`."""
     if use_fused("float8 scales of shards", amax):
-        assert out.stride(0) == SCALE_STRIDE, out.stride()
+        if out.stride(0) != SCALE_STRIDE:
+            raise ValueError(f"scales of shards have stride {SCALE_STRIDE}, not {out.stride(0)}; use allocate_scales")
         count = amax.numel()
         block = min(1024, next_power_of_2(count))
         _shard_scales_kernel[(cdiv(count, block),)](
@@ -596,7 +597,8 @@ def transpose_scaled_rows(rows: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]
     Args:
         scales: powers of two, float32 [M, 1].
     """
-    assert rows.dtype == E4M3.dtype, rows.dtype
+    if rows.dtype != E4M3.dtype:
+        raise ValueError(f"rows to transpose have the type {E4M3.dtype}, not {rows.dtype}")
     M, N = rows.shape
     largest = scales.amax()
     if rows.numel() and M % 4 == N % 4 == 0 and use_fused("float8 transpose", scales):

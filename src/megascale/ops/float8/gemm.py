@@ -85,12 +85,13 @@ def _on_tensor_cores(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> 
 # The next two functions are cached, because a GEMM is called with the same sizes thousands of times per step.
 @functools.lru_cache(maxsize=cublaslt.MAX_PLANS)
 def _check_shapes(a: torch.Size, b: torch.Size, a_scale: torch.Size, b_scale: torch.Size) -> None:
-    """Check that the shapes of operands and scales belong together."""
+    """Check that the shapes of operands and scales belong together. Raises ValueError if they do not."""
     M, K = a
-    assert len(b) == 2, (a, b)
-    assert b[1] == K, (a, b)
+    if len(b) != 2 or b[1] != K:
+        raise ValueError(f"float8 operands {tuple(a)} and {tuple(b)} have no product a b^T")
     row_wise = (M, 1), (b[0], 1)
-    assert not (a_scale or b_scale) or (a_scale, b_scale) == row_wise, (a_scale, b_scale)
+    if (a_scale or b_scale) and (a_scale, b_scale) != row_wise:
+        raise ValueError(f"scales {tuple(a_scale)} and {tuple(b_scale)} are neither one nor one per row: {row_wise}")
 
 
 @functools.lru_cache(maxsize=cublaslt.MAX_PLANS)
@@ -181,7 +182,8 @@ def matmul_into(
 
     With `overwrite` the product replaces target. Raises the errors of `matmul`, and TrainingError if cuBLASLt fails.
     """
-    assert target.shape == (a.shape[0], b.shape[0]), (target.shape, a.shape, b.shape)
+    if target.shape != (a.shape[0], b.shape[0]):
+        raise ValueError(f"the product of {tuple(a.shape)} and {tuple(b.shape)} does not fit {tuple(target.shape)}")
     if not _on_tensor_cores(a, a_scale, b, b_scale):
         result = _reference(a, a_scale, b, b_scale, target.dtype)
         if overwrite:
@@ -189,8 +191,10 @@ def matmul_into(
         else:
             target.add_(result)
         return
-    assert target.dtype == torch.float32, target.dtype
-    assert all(t.is_contiguous() and t.data_ptr() % ALIGNED == 0 for t in (target, a, b)), "not aligned to 16 bytes"
+    if target.dtype != torch.float32:
+        raise ValueError(f"a float8 GEMM adds to float32, not to {target.dtype}")
+    if not all(t.is_contiguous() and t.data_ptr() % ALIGNED == 0 for t in (target, a, b)):
+        raise ValueError(f"operands of a float8 GEMM are contiguous and aligned to {ALIGNED} bytes")
     cublaslt.matmul_into(target, a, a_scale, b, b_scale, overwrite=overwrite, fast=fast)
     dispatch.record_choice("float8 weight gradient", "added in float32 inside the GEMM")
 

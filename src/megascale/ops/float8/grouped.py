@@ -154,7 +154,8 @@ def multiply_float8_groups(
 
 def _find_obstacle(x: Tensor, x_scale: Tensor, weights: Tensor, dtype: torch.dtype) -> str:
     """Return why the reference multiplies these factors, or "" if the kernel does."""
-    assert x.dtype == weights.dtype == E4M3.dtype, (x.dtype, weights.dtype)
+    if not x.dtype == weights.dtype == E4M3.dtype:
+        raise ValueError(f"factors of a grouped GEMM have the type {E4M3.dtype}, not {x.dtype} and {weights.dtype}")
     if dtype != torch.bfloat16:
         return f"reference (results are {str(dtype).removeprefix('torch.')}, and the kernel writes bfloat16)"
     # The kernel's choice depends on the scales, since float8 is not among the types that `use_fused` knows.

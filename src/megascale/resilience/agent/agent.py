@@ -185,8 +185,8 @@ class Agent:
         if not self.state:
             return None
         later_phases = ("save", "evaluate", "done")  # A trainer enters them only after a step.
-        stages = self.trainers.read_stages().values()  # (phase, whether a step was completed) by rank
-        has_stepped = any(stepped or phase in later_phases for phase, stepped in stages)
+        stages = self.trainers.read_stages().values()
+        has_stepped = any(stepped or phase in later_phases for phase, stepped, _ in stages)
         return RunningTrainers(self.state, has_stepped)
 
     def _begin_session(self) -> None:

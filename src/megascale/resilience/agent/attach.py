@@ -3,11 +3,12 @@
 The program reads one request as a line of JSON from stdin, so that the job's secret is in no list of processes and no
 environment. It answers with lines of JSON on stdout: {"running": PID} once an agent runs, {"over": DESCRIPTION} after
 its end, {"refused": REASON}, and {"ended": true} or false. The agent has its own session. If the connection breaks,
-this process ends and the agent continues.
+the agent continues, and this process ends after it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -16,10 +17,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megascale.core.addresses import find_local_address, get_interface_address
+from megascale.core.failure import describe_exit
 from megascale.core.python_process import module_command
 from megascale.errors import MegascaleError
 from megascale.resilience.agent.node_folder import (
@@ -75,7 +78,7 @@ def serve_request(request: dict[str, Any]) -> None:
     else:
         folder = get_default_folder(job.name, node)
     if request["do"] == "end":
-        write_answer(ended=end_agent(folder))
+        write_answer(ended=_end_agent(folder))
         return
     if request["do"] == "watch":
         pid = find_agent(folder)
@@ -85,8 +88,7 @@ def serve_request(request: dict[str, Any]) -> None:
         return
     job = prepare_node_folder(folder, job, str(request["token"]).encode(), str(request["marker"]))
     child = None
-    with open(folder / "attach.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for an earlier request whose connection broke
+    with _lock_node(folder):
         pid = find_agent(folder)
         if not (pid and request["do"] == "adopt"):
             if not end_agent(folder):
@@ -100,6 +102,22 @@ def serve_request(request: dict[str, Any]) -> None:
             record_agent_process(folder, pid)
     write_answer(running=pid)
     write_answer(over=_wait_for_end(pid, child, folder))
+
+
+def _end_agent(folder: Path) -> bool:
+    """End the agent of a node, also the one that an earlier request is starting. Return whether it has ended."""
+    if not folder.is_dir():
+        return True  # no request has started an agent
+    with _lock_node(folder):
+        return end_agent(folder)
+
+
+@contextlib.contextmanager
+def _lock_node(folder: Path) -> Iterator[None]:
+    """Wait for an earlier request about the node whose connection broke, and let later ones wait."""
+    with open(folder / "attach.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _find_address(interface: str, driver: str) -> str:
@@ -131,14 +149,14 @@ def _wait_for_end(pid: int, child: subprocess.Popen[bytes] | None, folder: Path)
         child: process of the agent, or None if an earlier connection started it.
     """
     if child is not None:
-        code = child.wait()
-        if code < 0:
-            return f"signal {signal.Signals(-code).name}"
-        return f"exit code {code}"
+        return describe_exit(child.wait())
     try:
         descriptor = os.pidfd_open(pid)
-        select.select([descriptor], [], [])  # The descriptor is readable once the process has ended.
-        os.close(descriptor)
+        try:
+            if find_agent(folder) == pid:  # else another process has the id by now
+                select.select([descriptor], [], [])  # The descriptor is readable once the process has ended.
+        finally:
+            os.close(descriptor)
     except (OSError, AttributeError):  # The kernel lacks the call, or the process has ended already.
         while find_agent(folder) == pid:
             time.sleep(_POLL_INTERVAL)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection
 
 from megascale.resilience.protocol.fork_messages import Ended
@@ -31,6 +32,7 @@ class EarlyProcesses:
     def __init__(self, are_standby: bool, kill: Callable[[int], None]) -> None:
         self.pids: dict[int, int] = {}
         self.failed_ranks: set[int] = set()
+        self._abandoned: Counter[int] = Counter()  # by rank: processes that end as soon as they are forked
         self._are_standby = are_standby
         self._kill = kill
 
@@ -43,12 +45,25 @@ class EarlyProcesses:
 
     def add(self, rank: int, pid: int) -> None:
         """Store the id of an early process that was forked, or end the process if no rank waits for it any more."""
-        if self.pids.get(rank) == 0:
+        if self._abandoned[rank]:
+            # The fork server forks in the order of the requests, so a later request has a later process.
+            self._abandoned[rank] -= 1
+            self._kill(pid)
+        elif self.pids.get(rank) == 0:
             self.pids[rank] = pid
             if not self._are_standby:
                 asyncio.get_running_loop().call_later(EARLY_SECONDS, self._end_unused, rank, pid)
         else:
-            self._end(pid)
+            self._kill(pid)
+
+    def fail(self, rank: int, error: str) -> None:
+        """Record that the process of a request could not be created. The rank gets no standby process as in `drop`."""
+        log.warning("no process could be created to replace rank %d: %s", rank, error)
+        if self._abandoned[rank]:
+            self._abandoned[rank] -= 1
+        elif self.pids.get(rank) == 0:
+            del self.pids[rank]
+            self.failed_ranks.add(rank)
 
     def drop(self, message: Ended) -> None:
         """Forget an early process that has ended. Its rank gets no standby process until the next attempt.
@@ -76,33 +91,40 @@ class EarlyProcesses:
         used_pids = {}
         for rank, pid in early_pids.items():
             if not pid or rank not in usable_ranks:
-                self._end(pid)
+                self._end(rank, pid)
             elif rank not in parked_ranks:
                 used_pids[rank] = pid
             elif self._are_standby:
                 self.pids[rank] = pid
             else:
-                self._end(pid)
+                self._end(rank, pid)
         return used_pids
 
     def end(self, rank: int) -> None:
         """End the early process of a rank, if it has one."""
         if rank in self.pids:
-            self._end(self.pids.pop(rank))
+            self._end(rank, self.pids.pop(rank))
 
     def end_all(self) -> None:
         """End all early processes."""
-        for pid in self.pids.values():
-            self._end(pid)
+        for rank, pid in self.pids.items():
+            self._end(rank, pid)
         self.pids = {}
+
+    def forget(self) -> None:
+        """Forget all early processes, which end with the fork server."""
+        self.pids = {}
+        self._abandoned.clear()
 
     def _end_unused(self, rank: int, pid: int) -> None:
         """End an early process that no attempt has used in EARLY_SECONDS, because it occupies device memory."""
         if self.pids.get(rank) == pid:
             del self.pids[rank]
-            self._end(pid)
+            self._kill(pid)
 
-    def _end(self, pid: int) -> None:
+    def _end(self, rank: int, pid: int) -> None:
         """End an early process. If it is still being forked (pid 0), `add` ends it later."""
         if pid:
             self._kill(pid)
+        else:
+            self._abandoned[rank] += 1

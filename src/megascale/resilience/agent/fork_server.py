@@ -37,6 +37,7 @@ from megascale.resilience.protocol.fork_messages import (
     Ended,
     Fork,
     Forked,
+    ForkFailed,
     ForkServerReady,
     Instruct,
     LastWords,
@@ -47,11 +48,12 @@ from megascale.services.messages import FrameReader, Message
 ENTRY_MODULE = "megascale.cli.main"  # its function `main` runs a trainer
 _IDLE_SECONDS = 1.0  # time without an order before the next function of MODULE:FUNCTION names is called
 _GROUP_POLL_SECONDS = 0.2  # between two checks whether the processes of an ended program have ended
-# Largest texts of a failure, in characters: the description and the traceback of a failed import, and the description
-# of a child's exception, whose message must fit into one atomic write to a pipe.
+# Largest texts of a failure, in characters: the description and the traceback of a failed import.
 _IMPORT_ERROR_CHARACTERS = 2000
 _TRACEBACK_CHARACTERS = 4000
-_CHILD_ERROR_CHARACTERS = 1000
+# Bytes of the description of a child's exception. Its message, which names a subject of up to 200 characters too, must
+# fit into one atomic write to a pipe.
+_CHILD_ERROR_BYTES = 3000
 
 
 class ForkServer:
@@ -175,10 +177,17 @@ class ForkServer:
         """
         server = os.getpid()
         orders_read = orders_write = -1
-        if order.is_reused:
-            orders_read, orders_write = os.pipe2(os.O_CLOEXEC)
-            os.set_blocking(orders_write, False)
-        pid = os.fork()
+        try:
+            if order.is_reused:
+                orders_read, orders_write = os.pipe2(os.O_CLOEXEC)
+                os.set_blocking(orders_write, False)
+            pid = os.fork()
+        except OSError as error:  # the other children continue
+            for descriptor in (orders_read, orders_write):
+                if descriptor >= 0:
+                    os.close(descriptor)
+            self._send(ForkFailed(order.rank, order.attempt, find_exit_record(error), describe_error(error)))
+            return
         if pid:
             if order.is_reused:
                 os.close(orders_read)
@@ -247,9 +256,11 @@ def _has_running_group(group: int) -> bool:
 
 def report_exception(pipe: int, error: BaseException) -> None:
     """Report the exception that ends this child to the server."""
-    message = LastWords(os.getpid(), find_exit_record(error), _to_utf8(describe_error(error)[:_CHILD_ERROR_CHARACTERS]))
+    text = _to_utf8(describe_error(error)).encode()[:_CHILD_ERROR_BYTES].decode(errors="ignore")
+    message = LastWords(os.getpid(), find_exit_record(error), text)
     data = FROM_CHILD.encode_frame(message)
-    assert len(data) <= select.PIPE_BUF, "larger messages are not written atomically"
+    if len(data) > select.PIPE_BUF:  # larger messages are not written atomically
+        data = FROM_CHILD.encode_frame(LastWords(os.getpid(), NO_RECORD, type(error).__name__))
     with contextlib.suppress(OSError):
         os.write(pipe, data)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megascale.core.failure import FailureLog
+from megascale.core.failure import FailureLog, describe_exit
 from megascale.resilience.agent.fork_server_process import ForkServerProcess, start_fork_server
 from megascale.resilience.protocol.fork_messages import (
     FROM_FORK_SERVER,
@@ -76,9 +75,8 @@ class ForkServerLink:
         started = self._started
         self._started = None
         if started is not None and started.modules != tuple(modules):
-            started.process.kill()
-            started.process.wait()
             started.socket.close()
+            _kill_server(started.process)
             started = None
         if started is None:
             started = start_fork_server(self._log_file, modules)
@@ -87,6 +85,7 @@ class ForkServerLink:
         self._socket = started.socket
         self.is_ready = False
         self.start_failure = None
+        self.end_reason = ""  # an earlier server may have ended without ranks that needed its reason
         self._read_task = asyncio.get_running_loop().create_task(self._read_reports(started.socket))
 
     def disconnect(self) -> None:
@@ -102,20 +101,18 @@ class ForkServerLink:
         """Kill the server. The kernel ends the server's ranks with it."""
         self.disconnect()
         if self.process is not None:
-            self.process.kill()
-            try:
-                self.process.wait(_KILL_SECONDS)
-            except subprocess.TimeoutExpired:
-                log.warning("the killed fork server (process %d) has not ended", self.process.pid)
+            _kill_server(self.process)
         self.process = None
 
     def send(self, order: Fork | Instruct) -> None:
-        """Send an order to the server."""
+        """Send an order to the server. A server that has ended gets no order, and `on_end` reports its end."""
         assert self._socket is not None
         # Blocking is safe, because the socket's buffer has space for the orders of all ranks.
         self._socket.setblocking(True)
         try:
             self._socket.sendall(TO_FORK_SERVER.encode_frame(order))
+        except (BrokenPipeError, ConnectionResetError) as error:
+            log.warning("an order did not reach the fork server: %s", error)
         finally:
             self._socket.setblocking(False)
 
@@ -125,11 +122,7 @@ class ForkServerLink:
         # The server may close its socket shortly before it ends.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)
-        code = self.process.returncode or 0
-        if code < 0:
-            description = f"signal {signal.Signals(-code).name}"
-        else:
-            description = f"exit code {code}"
+        description = describe_exit(self.process.returncode or 0)
         reason = self.end_reason or f"its fork server (process {self.process.pid}) ended with {description}"
         self.end_reason = ""
         return reason
@@ -161,3 +154,12 @@ class ForkServerLink:
         elif isinstance(message, Broken):
             self.start_failure = message
         self.on_report(message)
+
+
+def _kill_server(process: subprocess.Popen[bytes]) -> None:
+    """Kill a fork server, and wait at most _KILL_SECONDS for its end."""
+    process.kill()
+    try:
+        process.wait(_KILL_SECONDS)
+    except subprocess.TimeoutExpired:
+        log.warning("the killed fork server (process %d) has not ended", process.pid)

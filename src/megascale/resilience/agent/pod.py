@@ -130,7 +130,7 @@ def main() -> None:
         print(error, file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except OSError as error:
-        print(f"{error.filename}: {error.strerror}", file=sys.stderr, flush=True)
+        print(error, file=sys.stderr, flush=True)
         sys.exit(1)
 
 

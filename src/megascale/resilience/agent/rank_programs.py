@@ -22,6 +22,10 @@ from megascale.resilience.protocol.agent_messages import Start
 from megascale.resilience.protocol.fork_messages import Fork
 from megascale.resilience.protocol.heartbeat import TAIL_CHARACTERS, truncate
 
+# Seconds without a change, shorter than those after which the driver examines the ranks. The driver must learn at once
+# that such a rank continues.
+LONG_SILENCE = 5.0
+
 
 class Progress(NamedTuple):
     """Progress of a rank: it has made progress if any field has changed. core/status.py explains the fields."""
@@ -46,6 +50,7 @@ class TrainerProcess:
         status: wait status, or None while the process runs.
         progress: newest status record, or None before the first.
         progress_time: time of the last change of the progress.
+        ended_silences: how often the progress has changed after LONG_SILENCE without a change.
         first_step: a higher step shows that this attempt has completed a step. -1 before the training begins.
         checksum: newest checksum of weights as "STEP:VALUE", or an empty text.
         compute_seconds: compute time of the last step, or 0 before it.
@@ -70,6 +75,7 @@ class TrainerProcess:
     status: int | None = None
     progress: Progress | None = None
     progress_time: float = 0.0
+    ended_silences: int = 0
     first_step: int = -1
     checksum: str = ""
     compute_seconds: float = 0.0
@@ -106,8 +112,11 @@ class TrainerProcess:
         """Store the progress and its time, if it has changed."""
         if progress == self.progress:
             return
+        current_time = time.monotonic()
+        if self.progress is not None and current_time - self.progress_time > LONG_SILENCE:
+            self.ended_silences += 1
         self.progress = progress
-        self.progress_time = time.monotonic()
+        self.progress_time = current_time
         if progress.phase == "train" and self.first_step < 0:
             # A program that reports steps at their end may have completed some before this first report.
             self.first_step = progress.step - progress.completed_steps

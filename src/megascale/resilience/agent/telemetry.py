@@ -225,9 +225,9 @@ class Telemetry:
     async def watch_files(self) -> None:
         """Send new log lines and file contents between heartbeats. Never returns.
 
-        A new phase or the first step of a trainer causes a heartbeat.
+        A new phase, the first step of a trainer, and a rank that continues after a silence cause a heartbeat.
         """
-        previous: dict[int, tuple[str, bool]] = {}  # (phase, whether a step was completed) by rank
+        previous: dict[int, tuple[str, bool, int]] = {}  # by rank
         while True:
             await asyncio.sleep(READ_INTERVAL)
             self._send_lines()

@@ -34,6 +34,7 @@ from megascale.core.process_orders import (
     Resume,
     encode_order,
 )
+from megascale.errors import TrainingError
 from megascale.resilience.agent.attempt_orders import (
     RESUMED_VARIABLES,
     explain_change,
@@ -55,6 +56,7 @@ from megascale.resilience.protocol.agent_messages import Start
 from megascale.resilience.protocol.fork_messages import (
     Ended,
     Forked,
+    ForkFailed,
     Instruct,
 )
 from megascale.resilience.protocol.heartbeat import Worker
@@ -131,7 +133,7 @@ class Trainers:
         # No report of these ends will arrive. The wait status of a killed process is the signal's number.
         for trainer in self.list_running():
             trainer.end(signal.SIGKILL, by_agent=True)
-        self._early.pids = {}
+        self._early.forget()
         self._dying.forget_server()
 
     def _list_processes(self) -> list[int]:
@@ -182,6 +184,8 @@ class Trainers:
             if message.rank in self.trainers:
                 self.trainers[message.rank].pid = message.pid
                 self._dying.record(self._list_processes())
+        elif isinstance(message, ForkFailed):
+            self._record_fork_failure(message)
         elif isinstance(message, Ended) and message.pid in self._dying.pids:
             self._dying.pids.discard(message.pid)  # `note_kills` has recorded this end
             # The process may have reported an exception before it was killed, such as one for lack of memory.
@@ -197,6 +201,14 @@ class Trainers:
             self._early.drop(message)
         self._on_change()
 
+    def _record_fork_failure(self, message: ForkFailed) -> None:
+        """Record that a rank's process could not be created."""
+        if message.attempt == _NO_ATTEMPT:
+            self._early.fail(message.rank, message.error)
+        elif message.attempt == self.attempt and message.rank in self.trainers:
+            trainer = self.trainers[message.rank]
+            trainer.end(_FAILED_STATUS, record=message.record, error=message.error, tail=message.error)
+
     # an attempt -----------------------------------------------------------------------------------------------------
 
     def start(self, order: Start, address: str, token: bytes) -> None:
@@ -206,7 +218,12 @@ class Trainers:
             token: token of the job. The token of replicas derives from it unless the agent's environment has one.
         """
         parked_pids = self._take_parked_trainers(order)
-        assert len(parked_pids) == len(self.list_running()), "the previous attempt has not ended"
+        running_count = len(self.list_running())
+        if len(parked_pids) != running_count:
+            raise TrainingError(
+                f"attempt {order.attempt} cannot start: of {running_count} processes of the attempt before, "
+                f"{running_count - len(parked_pids)} still train"
+            )
         ended_trainers = self.trainers.values() if self._keeps_processes else ()
         replacement_reasons = self._replacement_reasons.take(ended_trainers)
         early_pids = self._take_early_processes(order, parked_pids)
@@ -595,8 +612,11 @@ class Trainers:
             workers.append(describe_worker(trainer))
         return tuple(workers)
 
-    def read_stages(self) -> dict[int, tuple[str, bool]]:
-        """Return the stage of each running rank: its phase, and whether it has completed a step of this attempt.
+    def read_stages(self) -> dict[int, tuple[str, bool, int]]:
+        """Return the stage of each running rank.
+
+        A stage has the phase, whether the rank has completed a step of this attempt, and the number of silences that
+        have ended (TrainerProcess.ended_silences).
 
         The caller sends a heartbeat at once if a stage has changed.
         """
@@ -605,7 +625,7 @@ class Trainers:
         for trainer in self.list_running():
             self._read_progress(trainer)
             if trainer.progress is not None:
-                stages[trainer.rank] = (trainer.progress.phase, trainer.has_stepped)
+                stages[trainer.rank] = (trainer.progress.phase, trainer.has_stepped, trainer.ended_silences)
         self._end_needless_replacements()
         self._start_standby_processes()
         return stages

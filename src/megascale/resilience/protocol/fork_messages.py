@@ -67,6 +67,15 @@ class Forked(Message, frozen=True):
     pid: Count
 
 
+class ForkFailed(Message, frozen=True):
+    """The kernel has refused to create the process of a rank, as for lack of memory."""
+
+    rank: Count
+    attempt: Count
+    record: ExitRecord
+    error: Text
+
+
 class LastWords(Message, frozen=True):
     """The exception that ends a child process, reported by the child."""
 
@@ -85,5 +94,5 @@ class Ended(Message, frozen=True):
 
 
 TO_FORK_SERVER = Schema(Fork, Instruct, limit=_MESSAGE_BYTES)
-FROM_FORK_SERVER = Schema(ForkServerReady, Broken, Forked, Ended, limit=_MESSAGE_BYTES)
+FROM_FORK_SERVER = Schema(ForkServerReady, Broken, Forked, ForkFailed, Ended, limit=_MESSAGE_BYTES)
 FROM_CHILD = Schema(LastWords, limit=_MESSAGE_BYTES)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.config import ResilienceConfig
+from megascale.core.atomic_files import name_temporary
 from megascale.errors import DataError
 from megascale.services import shared_token
 
@@ -89,11 +90,12 @@ def from_record(record: dict[str, Any]) -> JobDescription:
 
 def _replace_file(file: Path, data: bytes) -> None:
     """Replace a file atomically by one that only its owner may read."""
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.unlink(missing_ok=True)
+    temporary = name_temporary(file)  # a pod's agent and its thread that follows the driver may both write
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.write(descriptor, data)
-    finally:
-        os.close(descriptor)
-    os.replace(temporary, file)
+        with open(descriptor, "wb") as out:
+            out.write(data)
+        os.replace(temporary, file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

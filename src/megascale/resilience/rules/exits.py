@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from megascale.core.events import Event
 from megascale.core.exit_record import ExitKind
-from megascale.core.failure import DISK_FULL_ERRNOS, MIN_FREE_BYTES
+from megascale.core.failure import DISK_FULL_ERRNOS, MIN_FREE_BYTES, name_signal
 from megascale.core.status import UNOBSERVED
 from megascale.errors import EXIT_BAD_DATA, EXIT_CANNOT_FIT, EXIT_INTERRUPTED, EXIT_USAGE
 from megascale.resilience.protocol.heartbeat import Worker
@@ -447,10 +447,7 @@ def _describe(member: NodeView, worker: Worker, cause: Cause) -> str:
     """Return a sentence with rank, process, node, end, step and cause."""
     end = f"exit code {worker.code}"
     if worker.state == "signalled":
-        try:
-            end = f"signal {signal.Signals(worker.code).name}"
-        except ValueError:
-            end = f"signal {worker.code}"
+        end = f"signal {name_signal(worker.code)}"
     process = f"rank {worker.rank} (process {worker.pid} on {member.node})"
     step = "" if worker.phase == UNOBSERVED else f" in step {worker.step}"
     description = cause.description

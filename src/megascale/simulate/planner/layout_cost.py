@@ -302,6 +302,7 @@ class LayoutCost(LayoutFigures):
                 "in_flight_by_stage": [self.schedule.count_in_flight(s) for s in range(grid.pipeline)],
             },
             "memory_by_stage": [{**m.bytes_by_kind(), "total": m.total} for m in self.memory],
+            "host_memory_by_stage": [{**asdict(memory), "total": memory.total} for memory in self.host_memory],
             "device_gib": self.device_gib,
             "reserve_gib": RESERVE_GIB,
             "needed_gib": self.needed_gib,

@@ -14,10 +14,10 @@ from megascale.config import Config, ModelConfig
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core import flops, inventory
 from megascale.core.adapters import AdapterSpec
+from megascale.core.host_memory import HostMemory, estimate_host_memory
 from megascale.core.layout import Layout, lay_out
 from megascale.core.memory import (
     MemoryEstimate,
-    estimate_offloaded_input_bytes,
 )
 from megascale.core.replay import ActionGraph, Timeline, replay_schedule
 from megascale.core.schedule import Schedule
@@ -210,23 +210,20 @@ class LayoutFigures:
         """Share of the step in which a stage is idle, mean over stages; contains the bubble and unequal stages."""
         return max(0.0, float(1 - self.timeline.busy.mean() / self.timeline.makespan))
 
+    @cached_property
+    def host_memory(self) -> list[HostMemory]:
+        """Host memory of a rank of each stage on GPUs, besides its process."""
+        grid = self.layout.grid
+        has_peers = grid.host_count > 1
+        estimates = []
+        for stage in range(grid.pipeline):
+            estimates.append(estimate_host_memory(self.layout, {stage: 1}, uses_gpus=True, has_peers=has_peers))
+        return estimates
+
     @property
     def offloaded_gib(self) -> float:
         """Host memory of the rank with most layer inputs, in GiB."""
-        config = self.config
-        train = config.train
-        byte_counts = [
-            estimate_offloaded_input_bytes(
-                config.model,
-                config.parallel,
-                schedule=self.schedule,
-                stage=stage,
-                micro_batch=train.micro_batch,
-                precision=train.precision,
-            )
-            for stage in range(self.layout.grid.pipeline)
-        ]
-        return max(byte_counts) / GIB
+        return max(memory.inputs for memory in self.host_memory) / GIB
 
     @property
     def gathered_gib(self) -> float:

@@ -81,6 +81,36 @@ def test_ranks_are_examined_before_they_count_as_hanging(moves: bool, tmp_path: 
     assert hang.evidence[0].startswith("stopped: rank 1")
 
 
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_move_that_is_reported_after_the_hang_prevents_the_verdict(moves: bool, tmp_path: Path) -> None:
+    """Neither the heartbeat of the hang nor the examination before it can show the move."""
+
+    async def scene(driver: Driver, cluster: Elsewhere, channels: dict[str, Channel]) -> None:
+        send_heartbeats(driver, channels, age=EARLY_AGE, sequence=1)
+        await iterate(driver, lambda: count_examinations(channels) == [1, 1])
+        answer(driver, channels)
+        await iterate(driver, lambda: driver.diagnosis._examination is not None)
+        send_heartbeats(driver, channels, age=HANG_FLOOR + 0.01, sequence=2)
+        driver.run_iteration(time.monotonic())  # detects the hang; its task has not begun
+        assert driver.diagnosis._is_explaining
+        send_heartbeats(driver, channels, age=0.0 if moves else HANG_FLOOR + 0.02, sequence=3)
+        if not moves:
+            await iterate(driver, lambda: not driver.job.is_running)
+            return
+        await iterate(driver, lambda: not driver.diagnosis._is_explaining)
+        for _ in range(5):
+            driver.run_iteration(time.monotonic())
+            await asyncio.sleep(0.001)
+        assert driver.job.is_running
+        # The next silence has an examination of its own.
+        send_heartbeats(driver, channels, age=HANG_FLOOR + 0.01, sequence=4)
+        await iterate(driver, lambda: count_examinations(channels) == [2, 2])
+        answer(driver, channels)
+        await iterate(driver, lambda: not driver.job.is_running)
+
+    assert [event.kind for event in play(tmp_path, scene, spares=0)].count("hang") == 1
+
+
 def test_an_examination_that_does_not_count_is_repeated_after_a_pause(tmp_path: Path) -> None:
     async def scene(driver: Driver, cluster: Elsewhere, channels: dict[str, Channel]) -> None:
         send_heartbeats(driver, channels, age=EARLY_AGE, sequence=1)

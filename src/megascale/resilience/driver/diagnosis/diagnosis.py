@@ -7,6 +7,7 @@ a second, so it begins shortly before the ranks have stood still for as long as 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,7 @@ from megascale.resilience.rules.view import Action, Verdict, View
 SETTLING_SECONDS = 0.3  # seconds after a first failed rank in which other ranks may fail for the same cause
 PAUSE_FACTOR = 4.0  # multiple of a hang's limit for which ranks may pause if no rank waits for another
 PAUSE_INTERVAL = 5.0  # seconds between examinations of another trainer's ranks that progress without a step
+log = logging.getLogger("megascale.driver")
 EXAMINATION_LEAD = 3.0  # seconds from the examination of the ranks to the verdict about a hang
 EXAMINATION_PAUSE = 1.0  # least seconds between the beginnings of two examinations before a verdict
 HISTORY_INTERVAL = 1.0  # seconds between judgements of the history of all nodes
@@ -54,11 +56,10 @@ class Examination(NamedTuple):
     layout: Layout | None
 
     def is_valid(self, view: View) -> bool:
-        """Return True if no rank has moved since the examination began."""
+        """Return True if no rank has moved since the examination began, as far as heartbeats have reported."""
         if self.attempt != view.attempt or self.scene.moving:
             return False
-        ages = [compute_status_age(view, member, worker) for member, worker in view.workers()]
-        return min(ages, default=0.0) > view.time - self.began
+        return not _has_moved(view, self.began)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -165,11 +166,17 @@ class Diagnosis:
         return Examination(view.attempt, began, scene=scene, layout=layout)
 
     async def _explain(self, hang: Verdict, view: View) -> None:
-        """Find the ranks that began a hang, from an examination since which no rank has moved."""
+        """Find the ranks that began a hang, from an examination since which no rank has moved.
+
+        A heartbeat that reports a move meanwhile ends the search. The rules judge again.
+        """
+        still_since = view.time
         try:
             examination = self._examination
             if examination is None or not examination.is_valid(view):
                 examination = await self._examine(view)
+            else:
+                still_since = examination.began
             self._examination = None
             scene = replace(examination.scene, now_ns=time.time_ns())
             verdict = await asyncio.to_thread(refine_hang, hang, view, scene=scene, layout=examination.layout)
@@ -177,8 +184,19 @@ class Diagnosis:
             self._is_explaining = False
         if verdict.action == "alert":
             self._pause_end = time.monotonic() + PAUSE_INTERVAL
-        if self.job.state.attempt == view.attempt:
-            self.response.act([verdict])
+        if self.job.state.attempt != view.attempt:
+            return
+        current_view = self.observations.view(time.monotonic())
+        if not view.is_foreign and _has_moved(current_view, still_since):
+            log.info("a rank has moved since the hang was detected: %s", "; ".join(hang.evidence[:1]))
+            return
+        self.response.act([verdict])
+
+
+def _has_moved(view: View, since: float) -> bool:
+    """Return True if heartbeats have reported a move of a rank after `since`, on the monotonic clock."""
+    ages = [compute_status_age(view, member, worker) for member, worker in view.workers()]
+    return min(ages, default=0.0) <= view.time - since
 
 
 def _may_be_a_pause(view: View) -> bool:

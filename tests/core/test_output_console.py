@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from megascale.cli import main
 from megascale.cli.main import app
-from megascale.cli.output_console import OutputConsole
 from megascale.config import reference
+from megascale.core.output_console import OutputConsole
 from megascale.errors import ConfigError
 from megascale.resilience.driver.state.job_state import JobState
 from megascale.resilience.driver.state.journal import Journal
