@@ -5,9 +5,17 @@ from __future__ import annotations
 import pytest
 
 from megascale import config
-from megascale.core.copy_choice import explain_collective_gathers, explain_collective_reductions
+from megascale.core.copy_choice import (
+    FLOAT8_SLOTS,
+    SHARD_SWITCH,
+    explain_collective_gathers,
+    explain_collective_reductions,
+    explain_copied_shards,
+)
 from megascale.core.grid import Grid
 from megascale.core.layout import lay_out
+from megascale.core.mapped_layout import GPU_PAGE_BYTES
+from megascale.core.rank_memory import estimate_rank_memory
 
 
 def explain(world: int, *settings: str) -> tuple[str, str]:
@@ -66,3 +74,52 @@ def test_the_planned_memory_has_the_staging_of_the_chosen_copies():
         gradients[setting] = layout.stage_memory(0)[0].gradients
     assert gradients["auto"] == gradients["copies"]
     assert gradients["auto"] - gradients["collectives"] == pytest.approx(64 << 20, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("world", "settings", "gathers_in_float8", "reason"),
+    [
+        (4, ["--parallel.zero=3"], False, ""),
+        (4, ["--parallel.zero=2"], False, "parallel.zero=2 gathers no units"),
+        (4, ["--parallel.zero=3", "--overlap.gathers=collectives"], False, "overlap.gathers=collectives"),
+        (16, ["--parallel.zero=3"], False, "its ranks are on several hosts of 8 GPUs"),
+        (4, ["--parallel.zero=3"], True, FLOAT8_SLOTS),
+    ],
+)
+def test_own_shards_are_mapped_where_copies_gather_in_the_weights_type(world, settings, gathers_in_float8, reason):
+    resolved = config.load(None, ["--model.preset=llama-8b", "--train.micro_batch=1", *settings])
+    grid = Grid.from_config(resolved.parallel, world)
+    assert explain_copied_shards(resolved, grid, gathers_in_float8) == reason
+
+
+# GPT 13B's blocks have 300 x 2 MiB. A shard on four ranks has 75 pages, and its block one more for torch's signals.
+@pytest.mark.parametrize(
+    ("kept", "has_gpu", "switch", "saved_pages"),
+    [
+        (0, True, "1", 2 * 75 - 20),
+        (5, True, "1", 7 * 75 - 20),
+        (0, False, "1", 0),
+        (0, True, "0", 0),
+    ],
+)
+def test_slots_with_own_shards_are_planned_without_memory_for_them(monkeypatch, kept, has_gpu, switch, saved_pages):
+    """Each slot saves a rank's share, and each shard needs a page more."""
+    settings = [
+        "--model.preset=gpt-13b",
+        "--model.layers=20",
+        "--model.vocab_size=50304",
+        "--train.micro_batch=1",
+        "--train.global_batch=32",
+        "--train.precision=bfloat16",
+        "--parallel.zero=3",
+        f"--parallel.zero3_keep_layers={kept}",
+    ]
+    layout = lay_out(config.load(None, settings), 4)
+
+    def estimate_weights(switch: str) -> int:
+        monkeypatch.setenv(SHARD_SWITCH, switch)
+        memory, _ = estimate_rank_memory(layout.config, layout.grid, layout.schedule(), 0, has_gpu=has_gpu)
+        return memory.weights
+
+    saved_bytes = estimate_weights("0") - estimate_weights(switch)
+    assert saved_bytes == saved_pages * GPU_PAGE_BYTES

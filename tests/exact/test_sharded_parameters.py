@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megascale.config import from_tree
 from megascale.core import copy_choice
+from megascale.core.mapped_layout import MIN_SHARD_PAGES, count_mapped_bytes
 from megascale.core.parameter_counts import count_stage_parameters, count_stage_units
 from megascale.core.traffic import estimate_stage_traffic
 from megascale.errors import ConfigError
@@ -23,7 +24,6 @@ from megascale.parallel import copy_reduction, device_pages, mapped_slots, param
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.collectives import Axis, Pending, all_gather_into
 from megascale.parallel.copy_reduction import _round as write_rounded
-from megascale.parallel.mapped_layout import MIN_SHARD_PAGES
 from megascale.parallel.parameter_slots import ParameterSlots
 from megascale.train import engine_axes
 from megascale.train.reduction_check import ReductionCheck
@@ -236,6 +236,16 @@ def train_with_mapped_shards(
     rank: int, world: int, tree: dict[str, Any], steps: int
 ) -> tuple[RankReport, int, int, int]:
     """Train with the stand-in and slots in pages of the host; return also the gathers without a copy of the shard."""
+    tree = {**tree, "overlap": {**tree["overlap"], "gathers": "copies", "reductions": "collectives"}}
+    with map_host_pages() as made:
+        report = train(rank, world, tree, steps, poisoned_slots)
+    exchange = made[-1]
+    return report, exchange.mapped_count, exchange.gather_count, exchange.memory_bytes
+
+
+@contextmanager
+def map_host_pages() -> Iterator[list[GlooExchange]]:
+    """Replace exchanges by the stand-in and a GPU's pages by those of the host. Yield the exchanges that are made."""
     made: list[GlooExchange] = []
 
     def make(axis: Axis, peer_memory_bytes: int, **options: Any) -> GlooExchange:
@@ -247,16 +257,31 @@ def train_with_mapped_shards(
     ) -> tuple[frozenset[tuple[int, int]], str]:
         return mapped_slots.select_mapped_buckets(buffers, gathers_in_float8, torch.device("cuda"))
 
-    tree = {**tree, "overlap": {**tree["overlap"], "gathers": "copies", "reductions": "collectives"}}
     with (
         mock.patch.object(symmetric, "make_exchange", make),
         mock.patch.object(engine_axes, "select_mapped_buckets", select),
         mock.patch.object(mapped_slots, "MIN_MAPPED_BYTES", MIN_SHARD_PAGES * mmap.PAGESIZE),
         mock.patch.object(device_pages, "make_pages", lambda axis, device: HostPages(axis)),
     ):
-        report = train(rank, world, tree, steps, poisoned_slots)
-    exchange = made[-1]
-    return report, exchange.mapped_count, exchange.gather_count, exchange.memory_bytes
+        yield made
+
+
+def measure_mapped_memory(rank: int, world: int, tree: dict[str, Any]) -> tuple[int, int]:
+    """Return the bytes of a rank's slots and shards, and the planner's bytes of the fullest rank."""
+    with map_host_pages():
+        engine = make_engine(rank, world, {**tree, "overlap": {"gathers": "copies", "reductions": "collectives"}})
+    layout = engine.layout
+    units = count_stage_units(layout.config.model, layout.config.parallel, 0)
+    planned_bytes = count_mapped_bytes(
+        units.list_slot_units(layout.config.parallel.zero3_keep_layers, itemsize=8),
+        layout.grid.shards,
+        page_bytes=mmap.PAGESIZE,
+        trail_bytes=mmap.PAGESIZE,
+        min_bytes=MIN_SHARD_PAGES * mmap.PAGESIZE,
+    )
+    assert planned_bytes is not None
+    copied_elements = (sum(units.embeddings) + sum(units.heads)) // layout.grid.shards  # in shards that are too small
+    return engine.mapped_bytes + 8 * copied_elements, planned_bytes
 
 
 MAPPED_MODEL = {**UNTIED, "layers": 4, "hidden": 64}
@@ -276,6 +301,13 @@ def test_mapped_shards_give_the_bits_of_collectives(name, pool):
     for expected, (report, mapped_count, _, _) in zip(collectives, mapped, strict=True):
         assert_same_bits(expected, report)
         assert mapped_count > 0
+
+
+@pytest.mark.parametrize("name", MAPPED_LAYOUTS)
+def test_mapped_memory_is_planned(name, pool):
+    layout = MAPPED_LAYOUTS[name]
+    results = pool.run(measure_mapped_memory, layout.world, layout.tree)
+    assert max(mapped for mapped, _ in results) == results[0][1]
 
 
 def test_copies_are_refused_where_they_do_not_work(pool):

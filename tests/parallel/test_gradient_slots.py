@@ -11,12 +11,12 @@ import torch
 
 from megascale.config import from_tree
 from megascale.core.batch import Batch
-from megascale.core.unit_slots import TABLE_PARTS
+from megascale.core.unit_slots import TABLE_PARTS, find_gaps
 from megascale.model.context import ForwardContext
 from megascale.model.transformer import Chunk
 from megascale.ops import cross_entropy
 from megascale.parallel import parameter_slots
-from megascale.parallel.buffer_layout import BufferMember, find_gaps, lay_out
+from megascale.parallel.buffer_layout import BufferMember, lay_out
 from megascale.parallel.buffers import Axes, ParamAndGradBuffer
 from megascale.parallel.collectives import Axis, Pending
 from megascale.parallel.data_parallel import DataParallel

@@ -10,18 +10,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.errors import ConfigError
-from megascale.parallel import device_pages, mapped_slots, symmetric
-from megascale.parallel.collectives import Axis
-from megascale.parallel.mapped_layout import (
+from megascale.core.copy_choice import SHARD_SWITCH
+from megascale.core.mapped_layout import (
     MIN_MAPPED_BYTES,
     MIN_SHARD_PAGES,
+    PlannedUnit,
     UnitPages,
     count_block_bytes,
+    count_mapped_bytes,
     divide_slot,
     find_shard_offset,
     round_up,
 )
+from megascale.errors import ConfigError
+from megascale.parallel import device_pages, symmetric
+from megascale.parallel.collectives import Axis
 from megascale.parallel.mapped_slots import MappedSlots, map_slots, select_mapped_buckets
 from megascale.parallel.slot_units import SlotUnit
 from tests.parallel.host_pages import HostPages
@@ -103,6 +106,38 @@ def test_equal_units_share_memory_for_the_parts_of_peers_only() -> None:
     assert len(pages.open_files) == 6 + 2 * 2
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    ranks=st.integers(2, 4),
+    shard_units=st.lists(st.integers(MIN_SHARD_PAGES * PAGE // 128, 12 * PAGE // 128), min_size=1, max_size=5),
+    lead_bytes=st.sampled_from([0, 128]),
+    slot_count=st.integers(1, 3),
+)
+def test_the_planned_memory_is_that_of_the_fullest_rank(
+    ranks: int, shard_units: list[int], lead_bytes: int, slot_count: int
+) -> None:
+    bucket_bytes = [128 * count * ranks for count in shard_units]
+    totals = []
+    for rank in range(ranks):
+        slots, _, _ = make_slots(bucket_bytes, rank, ranks, lead_bytes=lead_bytes, slot_count=slot_count)
+        totals.append(slots.nbytes)
+    units = tuple(PlannedUnit(index % slot_count, (nbytes,)) for index, nbytes in enumerate(bucket_bytes))
+    planned = count_mapped_bytes(
+        units, ranks, page_bytes=PAGE, lead_bytes=lead_bytes, trail_bytes=PAGE, min_bytes=MIN_SHARD_PAGES * PAGE
+    )
+    assert planned == max(totals)
+
+
+def test_units_with_small_shards_only_are_not_mapped() -> None:
+    small = PlannedUnit(0, (2 * MIN_MAPPED_BYTES - 256,))
+    assert count_mapped_bytes((small, small), 2) is None
+    large = PlannedUnit(1, (4 * MIN_MAPPED_BYTES,))
+    large_bytes = count_mapped_bytes((large,), 2)
+    small_bytes = 2 * (MIN_MAPPED_BYTES - 128) + 2 * MIN_MAPPED_BYTES  # two shards, and a slot in complete pages
+    assert large_bytes is not None
+    assert count_mapped_bytes((small, small, large), 2) == large_bytes + small_bytes
+
+
 def test_memory_is_freed_with_the_last_tensor() -> None:
     slots, pages, _ = make_slots([48 * PAGE] * 3, 0, 2)
     memory = slots.unit_memory[0]
@@ -144,7 +179,7 @@ def test_a_failed_mapping_frees_memory_and_names_the_reason(monkeypatch: pytest.
 
 
 def test_the_variable_switches_mapping_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(mapped_slots.SWITCH, "0")
+    monkeypatch.setenv(SHARD_SWITCH, "0")
     monkeypatch.setattr(symmetric, "_gather_text", lambda text, axis, device: [text] * axis.size)
     reason = map_slots(Axis(None, 2, 0), [], [], buckets=frozenset({(0, 0)}), device=CPU)
     assert reason == "rank 0 of the group: RuntimeError: MEGASCALE_MAPPED_SHARDS=0"
@@ -163,7 +198,7 @@ def test_small_shards_and_float8_gathers_are_copied() -> None:
 
 
 def test_another_value_of_the_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(mapped_slots.SWITCH, "off")
+    monkeypatch.setenv(SHARD_SWITCH, "off")
     with pytest.raises(ConfigError, match="MEGASCALE_MAPPED_SHARDS=off is neither 0 nor 1; set it to 0, or unset it"):
         map_slots(Axis(None, 2, 0), [], [], buckets=frozenset({(0, 0)}), device=CPU)
 

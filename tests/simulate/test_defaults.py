@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,8 @@ from megascale.config import Config, from_tree, load
 from megascale.core.parameter_counts import count_stage_parameters
 from megascale.errors import ConfigError, FitError
 from megascale.simulate import search
-from megascale.simulate.cluster import load_cluster
-from megascale.simulate.defaults import choose_layout
+from megascale.simulate.cluster import load_cluster, set_value
+from megascale.simulate.defaults import choose_layout, format_flags, rank_layouts
 from megascale.simulate.planner.layout_cost import make_plan
 from megascale.simulate.render import split_constant_columns
 from megascale.simulate.scenario import dump_settings
@@ -59,6 +60,37 @@ def test_a_preset_alone_is_planned_and_its_flags_repeat_the_plan(preset):
     assert "chosen" not in repeated
 
 
+def test_layouts_are_compared_by_sharding_and_keep_as_many_layers_as_fit():
+    """GPT 13B on four H100s fits with ZeRO-2, and with ZeRO-3 and kept layers."""
+    settings = ["model.preset=gpt-13b", "train.precision=bfloat16"]
+    scenario = make_scenario(load(None, settings), 4, DEFAULT_CLUSTER)
+    scenario = replace(scenario, cluster=set_value(scenario.cluster, "gpu", "memory_gib", 80.0))
+    estimates = rank_layouts(scenario)
+    assert [estimate.seconds for estimate in estimates] == sorted(estimate.seconds for estimate in estimates)
+    by_zero = {estimate.scenario.config.parallel.zero: estimate for estimate in estimates}
+    config = by_zero[3].scenario.config
+    kept_layers = config.parallel.zero3_keep_layers
+    assert kept_layers > 0
+    assert f"--parallel.zero3_keep_layers={kept_layers}" in format_flags(config)
+    assert make_plan(config, 4, 79.0).fits
+    assert make_plan(config, 4, 79.0).count_keepable_layers() == kept_layers
+    output = invoke("plan --gpus 4 --model.preset=gpt-13b")
+    assert re.search(rf"^ *1 +2 +3 +{kept_layers} +\d", output, re.MULTILINE)
+    assert "kept: layers that stay gathered" in output
+
+
+def test_experts_are_divided_over_data_parallel_ranks_first():
+    output = invoke("plan --gpus 8 --device H200 --model.preset=qwen3-30b-a3b")
+    assert "--parallel.expert=4 --parallel.experts_over=data" in find_flags(output)
+    assert "--parallel.tensor" not in find_flags(output)
+
+
+def test_a_plan_without_a_pipeline_has_no_bubble():
+    output = invoke("plan --gpus 8 --model.preset=llama-8b")
+    assert "bubble" not in output
+    assert "each rank" in output
+
+
 def test_a_layout_is_kept_and_gets_a_batch_that_divides():
     output = invoke("plan --gpus 48 --model.preset=gpt-13b --parallel.tensor=2 --parallel.pipeline=4")
     assert "tensor 2" in output
@@ -71,6 +103,9 @@ def test_too_few_gpus_name_a_number_that_does():
     result = CliRunner().invoke(app, ["plan", "--gpus", "1", "--model.preset=llama-8b"])
     assert result.exception.exit_code == 3
     gpus = re.search(r"--gpus (\d+) has a layout that fits", str(result.exception))[1]
+    assert int(gpus) == 2  # fewer than a host
+    offload = re.search(r"(--optimizer\.offload=true .*) fits, with the", str(result.exception))[1]
+    assert "fits: the fullest rank" in invoke(f"plan --gpus 1 --model.preset=llama-8b {offload}")
     assert "fits: the fullest rank" in invoke(f"plan --gpus {gpus} --model.preset=llama-8b")
 
 
@@ -319,7 +354,7 @@ def test_a_batch_alone_leaves_the_layout_to_be_chosen():
 
 def test_a_model_that_fits_no_layout_is_given_no_setting_that_was_tried():
     scenario = make_scenario(load(None, ["model.preset=gpt-13b", "train.precision=bfloat16"]), 1, DEFAULT_CLUSTER)
-    with pytest.raises(FitError, match=r"no layout on 1 GPUs fits 80 GiB, with parallel\.zero=1 to 3"):
+    with pytest.raises(FitError, match=r"no layout on 1 GPU fits 80 GiB, with parallel\.zero=1 to 3"):
         choose_layout(scenario)
     result = CliRunner().invoke(app, ["simulate", "search", "--gpus", "1", "--model.preset=gpt-13b", "--zero=3"])
     assert "use more GPUs or, if --recompute was given" in str(result.exception)
@@ -349,9 +384,9 @@ def test_figures_of_a_machine_without_a_calibration_say_so():
         output = invoke(f"simulate {command} --gpus 8 --model.preset=gpt-1.3b")
         assert "caution h100-dgx is not calibrated for megascale" in output
     assert "not calibrated" not in invoke("simulate step --gpus 8 --model.preset=llama-8b --cluster h100-host")
-    assert "fastest by prediction on h100-dgx" in invoke("plan --gpus 8 --model.preset=llama-8b")
-    assert "fastest by prediction on b200-dgx" in invoke("plan --gpus 8 --model.preset=llama-8b --device B200")
-    assert "by prediction" not in invoke("plan --gpus 8 --model.preset=qwen3-30b-a3b")
+    assert "the order is predicted on h100-dgx" in invoke("plan --gpus 8 --model.preset=llama-8b")
+    assert "the order is predicted on b200-dgx" in invoke("plan --gpus 8 --model.preset=llama-8b --device B200")
+    assert "predicted" not in invoke("plan --gpus 8 --model.preset=qwen3-30b-a3b")
 
 
 def test_a_search_keeps_the_layout_of_the_command_line():

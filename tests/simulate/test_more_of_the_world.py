@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 
 from megascale import config as configuration
 from megascale.cli.main import app
+from megascale.core.copy_choice import SHARD_SWITCH
 from megascale.errors import ConfigError, FitError
 from megascale.simulate.calibration import Calibration, load_calibration
 from megascale.simulate.case import Case
-from megascale.simulate.closed import compute_step_parts
+from megascale.simulate.closed import BUCKETS, compute_step_parts
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.effective import (
     FaultRates,
@@ -22,10 +23,11 @@ from megascale.simulate.effective import (
     estimate_first_order_share,
     simulate_run,
 )
+from megascale.simulate.exposed_communication import SHARD_KERNEL_SHARE
 from megascale.simulate.kernel_times import gemm_seconds
 from megascale.simulate.prediction_band import estimate_band_width
 from megascale.simulate.run_cost import estimate_run_cost
-from megascale.simulate.scenario import Scenario, make_engine_software
+from megascale.simulate.scenario import Scenario, make_baseline_software, make_engine_software
 from megascale.simulate.sensitivity import compute_sensitivities
 from megascale.simulate.series import vary_scenario
 from megascale.simulate.software import MEGASCALE_H200, MEGATRON_2023, RECOMPUTE, find_stack
@@ -287,14 +289,75 @@ def test_parameters_travel_as_the_configuration_gathers_them():
         assert peer.make_case().gather_bytes == 2
 
 
-def test_a_scenario_says_that_kept_layers_have_no_price():
-    settings = "parallel.zero=3", "model.layers=8"
-    kept = estimate_step(scenario(*settings, "parallel.zero3_keep_layers=2"))
-    plain = estimate_step(scenario(*settings))
-    assert kept.seconds == plain.seconds
-    assert [caution for caution in kept.cautions if caution not in plain.cautions] == [
-        "parallel.zero3_keep_layers saves gathers, which the price of ZeRO-3 includes all the same"
-    ]
+def test_reductions_of_each_micro_batch_slow_the_backwards():
+    """ZeRO-2 without a pipeline is slower than ZeRO-1, by the cluster's slow-down next to all but the last bucket."""
+    settings = "model.layers=8", "train.micro_batch=1"
+    each, once = (estimate_step(scenario(*settings, f"parallel.zero={zero}")) for zero in (2, 1))
+    scatter = float(compute_stage_times(H200, scenario(*settings, "parallel.zero=1").make_case()).scatter)
+    slowed = 8 * scatter * (BUCKETS - 1) / BUCKETS
+    slowdown = H200.overlap.slowdown
+    assert each.seconds - once.seconds == pytest.approx(slowdown / (1 + slowdown) * slowed)
+
+
+def test_kept_layers_save_their_gathers():
+    """A quarter of the blocks is gathered once per step, and all others are as before."""
+    settings = "parallel.zero=3", "model.layers=8", "train.micro_batch=1"
+    kept, plain = (scenario(*settings, f"parallel.zero3_keep_layers={count}") for count in (2, 0))
+    assert plain.make_case().gather_share == 1
+    # Eight micro-batches gather eight blocks twice, except two blocks at each of 15 turns, which are in their slots.
+    assert kept.make_case().gather_share == pytest.approx((16 * 6 - 2 * 15 + 2) / (16 * 8 - 2 * 15))
+    assert estimate_step(kept).seconds < estimate_step(plain).seconds
+    # Another trainer has no such layers.
+    software = make_baseline_software(kept.config, find_stack("megatron-fsdp"))
+    peer = estimate_step(replace(kept, software=software, is_baseline=True))
+    assert "parallel.zero3_keep_layers saves gathers of this engine only" in peer.cautions
+
+
+def test_copies_of_own_shards_are_kernels(monkeypatch):
+    """Two gathers of a layer and micro-batch read and write an eighth of its parameters."""
+    mapped = estimate_step(scenario("parallel.zero=3", "model.layers=8"))
+    monkeypatch.setenv(SHARD_SWITCH, "0")
+    copied_scenario = scenario("parallel.zero=3", "model.layers=8")
+    case = copied_scenario.make_case()
+    copied_bytes = SHARD_KERNEL_SHARE * 2 * 2 * 2 * case.layer_parameters / 8
+    bandwidth = H200.gpu.memory_gbs * 1e9 * H200.kernels.memory
+    seconds = 8 * case.microbatches * copied_bytes / bandwidth
+    assert estimate_step(copied_scenario).seconds - mapped.seconds == pytest.approx(seconds)
+
+
+_GPT = ["gpt-13b", "model.vocab_size=50304", "parallel.recompute=selective", "kernels.graphs=on"]
+_COPIES = ["parallel.zero=3", "parallel.reduce_dtype=bfloat16", "overlap.gathers=copies", "overlap.reductions=copies"]
+_SMALL = ["llama-8b", "model.layers=28", "model.hidden=3072", "model.heads=24", "model.ffn_hidden=8192"]
+_SMALL += ["model.tied_embeddings=true", "train.global_batch=8", "parallel.recompute=selective"]
+
+
+# Ratios of tokens/s per GPU of dev/log.md, 2026-11-28. For 40 layers the ratio is per layer.
+@pytest.mark.parametrize(
+    ("gpus", "settings", "layers", "switch", "measured"),
+    [
+        (2, [*_GPT, "train.global_batch=16"], (20, 20), "1", 0.985),
+        (2, [*_GPT, "train.global_batch=16"], (20, 20), "0", 0.958),
+        (2, _SMALL, (28, 28), "1", 0.978),
+        (4, [*_GPT, "train.global_batch=32"], (20, 40), "0", 0.917),
+    ],
+)
+def test_zero_3_next_to_zero_1_is_priced_as_measured(monkeypatch, gpus, settings, layers, switch, measured):
+    preset, *settings = settings
+    seconds = []
+    for count, sharding in zip(layers, (["parallel.zero=1"], _COPIES), strict=True):
+        own_sharding = sharding
+        if preset == "llama-8b":
+            own_sharding = sharding[:1]
+        if count == 40:
+            own_sharding = [*sharding, "parallel.zero3_keep_layers=8"]
+        common = [f"model.preset={preset}", "train.micro_batch=1", f"model.layers={count}"]
+        monkeypatch.setenv(SHARD_SWITCH, switch)
+        config = configuration.load(None, [*settings, *common, *own_sharding])
+        software = make_engine_software(config, find_stack("megascale-h200"))
+        run = Scenario(config, gpus, H200, Calibration("none", "h200-host"), software)
+        seconds.append(estimate_step(run, check_memory=False).seconds)
+    ratio = layers[1] / layers[0] * seconds[0] / seconds[1]
+    assert ratio == pytest.approx(measured, abs=0.02)
 
 
 def test_a_scenario_says_what_is_not_counted_and_refuses_what_does_not_divide():

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
     from megascale.config import Config
     from megascale.simulate.planner.layout_cost import LayoutCost
+    from megascale.simulate.scenario import Scenario
+    from megascale.simulate.step import StepEstimate
 
 # Shipped cluster with a device, on which layouts are compared. For other devices it is DEFAULT_CLUSTER.
 _CLUSTER_BY_DEVICE = {"H200": "h200-host", "B200": "b200-dgx", "H800": "h800", "A100": "a100-roce", "A800": "a800"}
@@ -69,11 +71,13 @@ class _ChosenSettings(NamedTuple):
         config: the configuration.
         is_chosen: whether this command chose the batch or the layout, because they were not set.
         cluster: cluster whose predicted step times chose the layout; None if no predictions were used.
+        estimates: predicted steps of the compared layouts, the fastest first; empty if no predictions were used.
     """
 
     config: Config
     is_chosen: bool
     cluster: str | None
+    estimates: Sequence[StepEstimate] = ()
 
 
 def register(app: typer.Typer) -> None:
@@ -107,19 +111,19 @@ def plan(
 
     memory_gib = device_gib or find_device_gib(device)
     config = load_for_gpus(file, context.args)
-    is_chosen = False
-    cluster = None
+    chosen = _ChosenSettings(config, is_chosen=False, cluster=None)
     if not has_file_argument(file, context.args):
-        config, is_chosen, cluster = _choose_missing_settings(config, gpus, device, memory_gib)
+        chosen = _choose_missing_settings(config, gpus, device, memory_gib)
+        config = chosen.config
     cost = make_plan(config, gpus, memory_gib)
     if as_json:
         print_json(cost.to_dict(), indent=2)
     else:
         _print_plan(cost, make_console())
-        if is_chosen:
+        if chosen.is_chosen:
+            if chosen.cluster is not None:
+                _print_predictions(chosen.estimates, chosen.cluster)
             print_choice(config, "chosen, since not set:")
-            if cluster is not None:
-                _print_prediction_note(cluster)
     if toml is not None:
         write_text(toml, config.to_toml(), "--toml")
     if plot is not None:
@@ -139,7 +143,7 @@ def _choose_missing_settings(config: Config, gpus: int, device: str, memory_gib:
     """
     from megascale.core.inventory import has_experts
     from megascale.simulate.cluster import set_value
-    from megascale.simulate.defaults import assume_vocabulary, choose_batch, choose_layout, has_layout
+    from megascale.simulate.defaults import assume_vocabulary, choose_batch, choose_layout, has_layout, rank_layouts
 
     config_with_vocabulary = assume_vocabulary(config)
     if has_layout(config_with_vocabulary):
@@ -150,15 +154,23 @@ def _choose_missing_settings(config: Config, gpus: int, device: str, memory_gib:
     scenario = make_scenario(config_with_vocabulary, gpus, cluster)
     scenario = replace(scenario, cluster=set_value(scenario.cluster, "gpu", "memory_gib", memory_gib))
     try:
-        # Layouts of experts are chosen without predictions.
-        used_cluster = None if has_experts(config_with_vocabulary.model) else cluster
         with show_progress("choosing the layout") as report:
-            return _ChosenSettings(choose_layout(scenario, report), is_chosen=True, cluster=used_cluster)
+            if has_experts(config_with_vocabulary.model):
+                # The simulator has no prices of experts.
+                return _ChosenSettings(choose_layout(scenario, report), is_chosen=True, cluster=None)
+            estimates = rank_layouts(scenario, report)
+        config = estimates[0].scenario.config
+        return _ChosenSettings(config, is_chosen=True, cluster=cluster, estimates=estimates)
     except FitError as error:
         reason = str(error)
-    # Try whole hosts, from twice as many on.
+    offload = _find_offload_flags(scenario)
+    if offload:
+        reason += f"; {offload} fits, with the optimizer's state in host memory"
+    # Try twice as many GPUs and so on; from a host on, whole hosts.
     gpus_per_host = config_with_vocabulary.parallel.gpus_per_host
-    more_gpus = max(gpus_per_host, 2 * (gpus // gpus_per_host) * gpus_per_host)
+    more_gpus = 2 * gpus
+    if more_gpus > gpus_per_host:
+        more_gpus = max(gpus_per_host, 2 * (gpus // gpus_per_host) * gpus_per_host)
     while more_gpus <= _MAX_GPUS:
         try:
             with show_progress("choosing the layout") as report:
@@ -170,11 +182,34 @@ def _choose_missing_settings(config: Config, gpus: int, device: str, memory_gib:
     raise FitError(reason)
 
 
-def _print_prediction_note(cluster: str) -> None:
-    """Print that predictions have chosen the layout."""
-    make_console().print(
-        f"[yellow]caution[/yellow] the layout is the fastest by prediction on {cluster}; "
-        f"`megascale simulate step --cluster {cluster}` prints how certain the prediction is",
+def _find_offload_flags(scenario: Scenario) -> str:
+    """Return flags of the fastest layout that fits with optimizer.offload, or an empty string."""
+    from megascale.core.inventory import has_experts
+    from megascale.simulate.defaults import format_flags, rank_layouts
+
+    config = scenario.config
+    # With many GPUs the search takes a minute, and state in host memory saves little per GPU.
+    is_single_host = scenario.gpus <= config.parallel.gpus_per_host
+    if not is_single_host or has_experts(config.model) or config.optimizer.name != "adamw":
+        return ""
+    optimizer = config.optimizer.model_copy(update={"offload": True})
+    try:
+        estimates = rank_layouts(scenario.with_config(config.model_copy(update={"optimizer": optimizer})))
+    except FitError:
+        return ""
+    return f"--optimizer.offload=true {format_flags(estimates[0].scenario.config)}"
+
+
+def _print_predictions(estimates: Sequence[StepEstimate], cluster: str) -> None:
+    """Print the compared layouts, and that predictions have chosen the first one."""
+    from megascale.simulate.render import print_layouts
+
+    console = make_console()
+    console.print()
+    print_layouts(estimates, console, "fastest layout that fits, for each value of parallel.zero")
+    console.print(
+        f"[yellow]caution[/yellow] the order is predicted on {cluster}; `megascale simulate step --cluster {cluster}` "
+        "prints how certain a prediction is, and `megascale simulate search` lists more layouts",
         soft_wrap=True,
     )
 
@@ -275,6 +310,8 @@ def _print_memory(cost: LayoutCost, console: Console) -> None:
     from megascale.simulate.planner.layout_figures import RESERVE_GIB
 
     names = {0: "first stage", cost.layout.grid.pipeline - 1: "last stage"}
+    if cost.layout.grid.pipeline == 1:
+        names = {0: "each rank"}
     # cost.stages: the first, the middle and the last stage.
     columns = {stage: names.get(stage, f"stage {stage}") for stage in cost.stages}
     table = _make_stage_table("memory of a rank, GiB", "kind", columns)
@@ -322,14 +359,14 @@ def _print_schedule(cost: LayoutCost, console: Console) -> None:
     from megascale.simulate.planner.schedule_picture import make_terminal_rows
 
     schedule = cost.schedule
+    if schedule.stages == 1:
+        return
     ideal = compute_ideal_bubble(schedule.stages, schedule.virtual_stages, schedule.microbatches)
     console.print(
         f"\n[bold]bubble[/bold] {cost.bubble:.2%} replayed, {ideal:.2%} ideal (p-1)/(v m); mean idle share of a stage "
         f"{cost.idle:.2%}; in flight on the first stage {schedule.count_in_flight(0)} chunk-forwards",
         soft_wrap=True,
     )
-    if schedule.stages == 1:
-        return
     label_width = len(f"stage {schedule.stages - 1} ")
     rows = make_terminal_rows(schedule, console.width - label_width)
     if rows is None:

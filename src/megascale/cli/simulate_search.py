@@ -161,7 +161,8 @@ def search(
         console = make_console()
         searched = layout_finder.describe(zero_values)
         console.print(f"searched: {searched}, {shares[0]:.0%} effective training time", soft_wrap=True)
-        render.print_layouts(results, tokens, shares, console, title)
+        days_by_layout = [result.days(tokens) / share for result, share in zip(results, shares, strict=True)]
+        render.print_layouts(results, console, title, days_by_layout)
         _print_best(best, costs[0], skipped=skipped, console=console)
         _print_sensitivities(sensitivities, console)
     if toml is not None:

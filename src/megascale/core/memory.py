@@ -31,6 +31,7 @@ from megascale.core.inventory import gradient_widths, has_experts, layer_invento
 from megascale.core.inventory_records import LogicalTensor
 from megascale.core.layer_spec import ExpertsSpec, LayerSpec
 from megascale.core.layers import ChunkLayers, LayerSums, assign_layers, assign_stage_layers
+from megascale.core.mapped_layout import count_mapped_bytes
 from megascale.core.parameter_counts import (
     ceil_divide,
     count_stage_expert_elements,
@@ -84,7 +85,8 @@ class MemoryEstimate:
 
     Attributes:
         weights: parameters in the training precision. ZeRO-3: the shard of the units' matrices, the slots into which
-            they are gathered, and resident parameters.
+            they are gathered, and resident parameters. Slots that contain own shards count them once
+            (core/mapped_layout.py).
         weight_copies: copies of matrices in the format that GEMMs read, if train.linear_precision makes any: in float8
             the rows and the transposed rows. If data-parallel ranks gather float8, they receive the rows there.
         gradients: float32 gradient buffer. ZeRO-2: the shard of the units' gradients, the gradient slots, and the
@@ -155,6 +157,7 @@ def estimate_stage_memory(
     reduces_by_copies: bool = False,
     rounds_blocks: bool = False,
     runs_eager_steps: bool = False,
+    maps_shards: bool = False,
 ) -> MemoryEstimate:
     """Estimate the peak memory of a rank of pipeline stage `stage`, in bytes by kind.
 
@@ -174,10 +177,11 @@ def estimate_stage_memory(
         reduces_by_copies: whether overlap.reductions is copies.
         rounds_blocks: whether blocks have gradient slots in bfloat16 only (core/rank_memory.py).
         runs_eager_steps: whether some steps run without the graphs (train/replay_check.py).
+        maps_shards: whether slots of ZeRO-3 contain the rank's own shards (core/copy_choice.py).
     """
     rank = _RankShape(model, parallel, grid, schedule, stage, micro_batch, precision, linear_precision, adapters)
     trained = rank.count_trained()
-    weights = _count_weights(model, parallel, grid, stage)
+    weights = _count_weight_bytes(model, parallel, grid, stage, itemsize=rank.itemsize, maps_shards=maps_shards)
     if adapters is None:
         gradients = _gradient_bytes(
             model,
@@ -189,7 +193,7 @@ def estimate_stage_memory(
             rounds_blocks=rounds_blocks,
         )
     else:
-        weights += trained  # the adapters, next to the model's own parameters
+        weights += rank.itemsize * trained  # the adapters, next to the model's own parameters
         gradients = _adapter_gradient_bytes(
             trained,
             parallel,
@@ -200,7 +204,7 @@ def estimate_stage_memory(
     logits = rank.compute_logits_bytes()
     workspace = rank.compute_workspace_bytes(side_stream)
     return MemoryEstimate(
-        weights=rank.itemsize * weights,
+        weights=weights,
         weight_copies=rank.compute_weight_copy_bytes(),
         gradients=gradients,
         optimizer=rank.compute_optimizer_bytes(optimizer, trained, offload=offload),
@@ -383,14 +387,26 @@ def gathers_float8(model: ModelConfig, parallel: ParallelConfig, linear_precisio
     return parallel.zero > 0 and data > 1 and parallel.gather_precision != "default"
 
 
-def _count_weights(model: ModelConfig, parallel: ParallelConfig, grid: Grid, stage: int) -> int:
-    """Return the elements of parameters in the training precision that a rank of a stage holds."""
+def _count_weight_bytes(
+    model: ModelConfig, parallel: ParallelConfig, grid: Grid, stage: int, *, itemsize: int, maps_shards: bool
+) -> int:
+    """Return the bytes of parameters in the training precision that a rank of a stage holds.
+
+    Args:
+        itemsize: bytes of a parameter.
+    """
     parameters = count_stage_parameters(model, parallel, stage)
     if parallel.zero < 3 or grid.shards == 1:
-        return parameters
+        return itemsize * parameters
     units = count_stage_units(model, parallel, stage)
-    resident = parameters - units.sharded
-    return resident + ceil_divide(units.sharded, grid.shards) + units.count_parameter_slots(parallel.zero3_keep_layers)
+    resident_bytes = itemsize * (parameters - units.sharded)
+    if maps_shards:
+        slot_units = units.list_slot_units(parallel.zero3_keep_layers, itemsize)
+        mapped_bytes = count_mapped_bytes(slot_units, grid.shards)
+        if mapped_bytes is not None:
+            return resident_bytes + mapped_bytes
+    slots = units.count_parameter_slots(parallel.zero3_keep_layers)
+    return resident_bytes + itemsize * (ceil_divide(units.sharded, grid.shards) + slots)
 
 
 def _adapter_gradient_bytes(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -28,8 +28,19 @@ from megascale.core.inventory import (
 from megascale.core.inventory_records import LogicalTensor, norm_tensors
 from megascale.core.layer_spec import LayerSpec
 from megascale.core.layers import ChunkLayers, LayerSums, assign_layers, assign_stage_layers
+from megascale.core.mapped_layout import PlannedUnit
 from megascale.core.schedule_registry import chunk_map_of
-from megascale.core.unit_slots import CHUNK_SLOTS, TABLE_PARTS, choose_table_part, has_chunk_slots
+from megascale.core.unit_slots import (
+    CHUNK_SLOTS,
+    TABLE_PARTS,
+    assign_block_slots,
+    choose_table_part,
+    has_chunk_slots,
+    select_persistent_blocks,
+)
+
+# Index of the slot that embedding and head share, which no block has.
+OUTER_SLOT = -1
 
 
 def ceil_divide(dividend: int, divisor: int) -> int:
@@ -187,19 +198,40 @@ class UnitElements:
 
     A unit is the matrices of one block (a layer, or its half in a divided layer), or one matrix outside blocks.
 
+    All other parameters are resident.
+
     Attributes:
-        by_chunk: elements of all units of each chunk. All other parameters are resident.
-        blocks_by_chunk: elements of the units of each chunk that are blocks.
-        block_counts: number of blocks of each chunk.
-        block: elements of the largest block.
+        blocks: elements of each block of each chunk, in forward order.
+        embeddings: elements of each chunk's embedding unit; 0 without one.
+        heads: elements of each chunk's output matrix; 0 if it has none, or if it is tied to the embedding.
         outer: elements of the largest matrix outside blocks.
     """
 
-    by_chunk: tuple[int, ...]
-    blocks_by_chunk: tuple[int, ...]
-    block_counts: tuple[int, ...]
-    block: int
+    blocks: tuple[tuple[int, ...], ...]
+    embeddings: tuple[int, ...]
+    heads: tuple[int, ...]
     outer: int
+
+    @cached_property
+    def by_chunk(self) -> tuple[int, ...]:
+        """Elements of all units of each chunk."""
+        units = zip(self.blocks_by_chunk, self.embeddings, self.heads, strict=True)
+        return tuple(sum(elements) for elements in units)
+
+    @cached_property
+    def blocks_by_chunk(self) -> tuple[int, ...]:
+        """Elements of the blocks of each chunk."""
+        return tuple(sum(blocks) for blocks in self.blocks)
+
+    @property
+    def block_counts(self) -> tuple[int, ...]:
+        """Number of blocks of each chunk."""
+        return tuple(len(blocks) for blocks in self.blocks)
+
+    @cached_property
+    def block(self) -> int:
+        """Elements of the largest block."""
+        return max((max(blocks, default=0) for blocks in self.blocks), default=0)
 
     @property
     def sharded(self) -> int:
@@ -219,6 +251,36 @@ class UnitElements:
         # Of the other blocks, one is used while the next is gathered.
         shared_slots = 2 if persistent_blocks < block_count else 0
         return (shared_slots + persistent_blocks) * self.block + self.outer
+
+    def list_slot_units(self, persistent_blocks: int, itemsize: int) -> tuple[PlannedUnit, ...]:
+        """Return the units that ZeRO-3 gathers, with their slots (parallel/slot_units.py).
+
+        Args:
+            persistent_blocks: parallel.zero3_keep_layers.
+            itemsize: bytes of an element.
+        """
+        units = []
+        if has_chunk_slots(len(self.blocks)):
+            # The search for better slots of chunks (assign_chunk_slots) changes the memory by single pages.
+            for chunk, blocks in enumerate(self.blocks):
+                # A buffer holds units in reverse order of the forward.
+                elements = (self.heads[chunk], *reversed(blocks), self.embeddings[chunk])
+                bucket_bytes = tuple(itemsize * count for count in elements if count)
+                units.append(PlannedUnit(chunk % CHUNK_SLOTS, bucket_bytes))
+            return tuple(units)
+        persistent = select_persistent_blocks(self.block_counts, persistent_blocks)
+        block_elements = []  # of the blocks with matrices of each chunk
+        block_persistence = []
+        for blocks, is_persistent in zip(self.blocks, persistent, strict=True):
+            block_elements.append([count for count in blocks if count])
+            block_persistence.append([kept for kept, count in zip(is_persistent, blocks, strict=True) if count])
+        for blocks_of_chunk, slots in zip(block_elements, assign_block_slots(block_persistence), strict=True):
+            for count, slot in zip(blocks_of_chunk, slots, strict=True):
+                units.append(PlannedUnit(slot, (itemsize * count,)))
+        for count in (*self.embeddings, *self.heads):
+            if count:
+                units.append(PlannedUnit(OUTER_SLOT, (itemsize * count,)))
+        return tuple(units)
 
     def find_table_part(self, bucket_elements: int | None) -> int | None:
         """Return the elements of a part if ZeRO-2 divides a table's gradient by rows, else None."""
@@ -252,11 +314,10 @@ def count_stage_units(model: ModelConfig, parallel: ParallelConfig, stage: int) 
     """Return the elements of a stage's units on one tensor-parallel rank."""
     chunk_map = chunk_map_of(parallel)
     sums = _unit_sums(model, parallel.tensor, parallel.expert_ranks)
-    block = 0
     outer = 0
-    by_chunk = []
     blocks_by_chunk = []
-    block_counts = []
+    embeddings = []
+    heads = []
     stage_layers = assign_stage_layers(model, parallel, stage)
     for layers, position in zip(stage_layers, chunk_map.stage_chunks(stage), strict=True):
         blocks = []
@@ -268,20 +329,25 @@ def count_stage_units(model: ModelConfig, parallel: ParallelConfig, stage: int) 
             else:
                 elements = sums.mlp[index]
             blocks.append(int(elements))
-        tables: list[LogicalTensor] = []
-        if position == 0 and not model.tied_embeddings:
-            tables += embedding_tensors(model)
-        if position == chunk_map.chunks - 1:
-            tables += head_tensors(model)
-        if parallel.expert_ranks > 1:
-            tables = []  # tables are resident, because their gradients are summed over the expert axis first
-        matrices = [prod(tensor.local_shape(parallel.tensor)) for tensor in tables if tensor.is_unit_matrix]
-        block = max([block, *blocks])
-        outer = max([outer, *matrices])
-        blocks_by_chunk.append(sum(blocks))
-        block_counts.append(len(blocks))
-        by_chunk.append(sum(blocks) + sum(matrices))
-    return UnitElements(tuple(by_chunk), tuple(blocks_by_chunk), tuple(block_counts), block=block, outer=outer)
+        embedding_tables: Sequence[LogicalTensor] = ()
+        head_tables: Sequence[LogicalTensor] = ()
+        # With expert ranks tables are resident, because their gradients are summed over the expert axis first.
+        if position == 0 and not model.tied_embeddings and parallel.expert_ranks == 1:
+            embedding_tables = embedding_tensors(model)
+        if position == chunk_map.chunks - 1 and parallel.expert_ranks == 1:
+            head_tables = head_tensors(model)
+        embedding_elements = _count_unit_matrices(embedding_tables, parallel.tensor)
+        head_elements = _count_unit_matrices(head_tables, parallel.tensor)
+        outer = max([outer, *embedding_elements, *head_elements])
+        blocks_by_chunk.append(tuple(blocks))
+        embeddings.append(sum(embedding_elements))
+        heads.append(sum(head_elements))
+    return UnitElements(tuple(blocks_by_chunk), tuple(embeddings), tuple(heads), outer=outer)
+
+
+def _count_unit_matrices(tables: Sequence[LogicalTensor], tensor: int) -> list[int]:
+    """Return the elements on one of `tensor` ranks of each table that is a matrix of a unit."""
+    return [prod(table.local_shape(tensor)) for table in tables if table.is_unit_matrix]
 
 
 @lru_cache(maxsize=256)

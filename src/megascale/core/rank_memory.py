@@ -15,7 +15,7 @@ from megascale.config.parts import ACTIVATIONS, ATTENTIONS, BLOCKS, LINEAR_PRECI
 from megascale.config.registry import Registry
 from megascale.core.adapters import AdapterSpec
 from megascale.core.communicator_memory import estimate_prepared_groups
-from megascale.core.copy_choice import explain_collective_reductions
+from megascale.core.copy_choice import explain_collective_reductions, explain_copied_shards
 from megascale.core.flops import layer_flops
 from megascale.core.grid import Grid
 from megascale.core.inventory import count_distinct_layers, has_experts
@@ -70,6 +70,8 @@ def _estimate(
     config: Config, grid: Grid, schedule: Schedule, stage: int, *, graphs: bool, has_gpu: bool
 ) -> MemoryEstimate:
     has_copies = has_gpu and not explain_collective_reductions(config, grid)
+    gathers_in_float8 = gathers_float8(config.model, config.parallel, config.train.linear_precision, grid.shards)
+    copied_shards = explain_copied_shards(config, grid, gathers_in_float8)
     memory = estimate_stage_memory(
         config.model,
         config.parallel,
@@ -88,6 +90,7 @@ def _estimate(
         reduces_by_copies=has_copies,
         rounds_blocks=has_copies and rounds_block_gradients(config, grid),
         runs_eager_steps=may_replay_with_graphs(config, grid),
+        maps_shards=has_gpu and not copied_shards,
     )
     if not has_gpu:
         return memory

@@ -355,6 +355,22 @@ def _count_gather_bytes(
     )
 
 
+def compute_gather_share(model: ModelConfig, parallel: ParallelConfig, schedule: Schedule, stage: int) -> float:
+    """Return the gathers of a stage's blocks under ZeRO-3, relative to two gathers of each block per micro-batch.
+
+    Layers that stay gathered (parallel.zero3_keep_layers) and complete chunks, which stay gathered for a round of
+    micro-batches, save gathers.
+    """
+    units = count_stage_units(model, parallel, stage)
+    if has_chunk_slots(len(units.by_chunk)):
+        all_elements = 2 * schedule.microbatches * sum(units.blocks_by_chunk)
+    else:
+        # Blocks that are still in their slots where passes turn save gathers too, which are not exposed anyway.
+        all_elements, _ = _count_unit_gathers(units, schedule, stage, persistent_blocks=0)
+    block_elements, _ = _count_unit_gathers(units, schedule, stage, persistent_blocks=parallel.zero3_keep_layers)
+    return block_elements / max(1, all_elements)
+
+
 def _count_reduced_elements(zero: int, microbatches: int, trained: int, sharded: int) -> int:
     """Return the gradient elements that enter reduce-scatters in a step. An all-reduce (ZeRO-0) counts twice.
 

@@ -10,7 +10,7 @@ and are gathered once per step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megascale.core.schedule import COMPUTES, ActionKind, Schedule
 
@@ -81,6 +81,30 @@ def select_persistent_blocks(block_counts: Sequence[int], persistent_count: int)
     return chunks
 
 
+def assign_block_slots(persistent: Sequence[Sequence[bool]]) -> list[list[int]]:
+    """Return the index of the slot of each block of each chunk of a stage.
+
+    Slots 0 and 1 are shared: a chunk's blocks use them in turn. Each persistent block has a slot of its own, from 2 on.
+
+    Args:
+        persistent: for each block with matrices of each chunk whether it has a slot of its own.
+    """
+    slots = []
+    next_slot = 2
+    for is_persistent in persistent:
+        chunk_slots = []
+        turn = 0  # index of the slot that the next block of the chunk shares
+        for has_slot in is_persistent:
+            if has_slot:
+                chunk_slots.append(next_slot)
+                next_slot += 1
+            else:
+                chunk_slots.append(turn)
+                turn = 1 - turn
+        slots.append(chunk_slots)
+    return slots
+
+
 def assign_chunk_slots(schedule: Schedule, stage: int) -> list[int]:
     """Return the slot of each chunk of a stage, chosen by a local search so that a step gathers few times.
 
@@ -121,3 +145,13 @@ def list_chunk_gathers(uses: Sequence[int], slots: Sequence[int]) -> list[int]:
             chunk_by_slot[slots[chunk]] = chunk
             gathers.append(chunk)
     return gathers
+
+
+def find_gaps(start: int, stop: int, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the ranges of [start, stop) that no span covers, in order. The spans must lie within and not overlap."""
+    gaps = []
+    for span_start, span_stop in [*sorted(spans), (stop, stop)]:
+        if span_start > start:
+            gaps.append((start, span_start))
+        start = span_stop
+    return gaps

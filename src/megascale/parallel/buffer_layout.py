@@ -11,7 +11,7 @@ has an equal, aligned shard of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
 
@@ -201,16 +201,6 @@ def compute_slot_starts(layout: FlatLayout) -> tuple[list[int], dict[int, int]]:
         starts.append(table_start + part_index % TABLE_PARTS * part_size)
         part_index += 1
     return starts, sizes
-
-
-def find_gaps(start: int, stop: int, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges of [start, stop) that no span covers, in order. The spans must lie within and not overlap."""
-    gaps = []
-    for span_start, span_stop in [*sorted(spans), (stop, stop)]:
-        if span_start > start:
-            gaps.append((start, span_start))
-        start = span_stop
-    return gaps
 
 
 def _group_by_bucket(

@@ -25,8 +25,9 @@ from torch import nn
 
 from megascale import torch_private
 from megascale.core.tensors import Piece, flat_boxes
+from megascale.core.unit_slots import find_gaps
 from megascale.ops.gradient_sink import GradientSink, attach
-from megascale.parallel.buffer_layout import BufferMember, FlatLayout, find_gaps, lay_out
+from megascale.parallel.buffer_layout import BufferMember, FlatLayout, lay_out
 from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.parameters import ParameterSpec, get_spec, initialise_parameter, materialise
 from megascale.parallel.slot_sink import SlotSink, TableSink

@@ -34,7 +34,8 @@ import torch
 
 from megascale import torch_private
 from megascale.core.schedule import ActionKind
-from megascale.parallel.buffer_layout import FlatLayout, compute_slot_starts, find_gaps
+from megascale.core.unit_slots import find_gaps
+from megascale.parallel.buffer_layout import FlatLayout, compute_slot_starts
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.collectives import Axis, Pending
 from megascale.parallel.parameters import get_spec

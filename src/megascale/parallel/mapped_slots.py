@@ -2,13 +2,12 @@
 
 Otherwise a gather copies the rank's own shard as well. Engines are slow within a device, so that copy is a kernel,
 which delays GEMMs. Here each unit has a range of addresses, made of pages of the slot and of the rank's shards
-(mapped_layout.py). Parameters are views of the range, and the optimizer updates the shard there.
+(core/mapped_layout.py). Parameters are views of the range, and the optimizer updates the shard there.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -16,12 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megascale.errors import ConfigError
-from megascale.parallel import device_pages, symmetric
-from megascale.parallel.buffers import ParamAndGradBuffer
-from megascale.parallel.collectives import Axis
-from megascale.parallel.device_pages import Pages, SharedBlock
-from megascale.parallel.mapped_layout import (
+from megascale.core.copy_choice import FLOAT8_SLOTS, SHARD_SWITCH, read_shard_switch
+from megascale.core.mapped_layout import (
     MIN_MAPPED_BYTES,
     MIN_SHARD_PAGES,
     UnitPages,
@@ -29,9 +24,11 @@ from megascale.parallel.mapped_layout import (
     divide_slot,
     find_shard_offset,
 )
+from megascale.parallel import device_pages, symmetric
+from megascale.parallel.buffers import ParamAndGradBuffer
+from megascale.parallel.collectives import Axis
+from megascale.parallel.device_pages import Pages, SharedBlock
 from megascale.parallel.slot_units import SlotUnit
-
-SWITCH = "MEGASCALE_MAPPED_SHARDS"  # environment variable; 0: copy own shards, for measurements
 
 _log = logging.getLogger(__name__)
 
@@ -230,7 +227,7 @@ def select_mapped_buckets(
     if device.type != "cuda":
         return frozenset(), f"{device.type} memory is not mapped"
     if gathers_in_float8:
-        return frozenset(), "slots of float8 gathers hold transposes too"
+        return frozenset(), FLOAT8_SLOTS
     buckets = set()
     for chunk, buffer in enumerate(buffers):
         for bucket, shard in enumerate(buffer.shards):
@@ -239,14 +236,6 @@ def select_mapped_buckets(
     if not buckets:
         return frozenset(), f"all shards have fewer than {MIN_MAPPED_BYTES >> 20} MiB"
     return frozenset(buckets), ""
-
-
-def read_switch() -> str:
-    """Return the value of the environment's switch. Raises ConfigError if it is neither 0 nor 1."""
-    text = os.environ.get(SWITCH, "1")
-    if text not in ("0", "1"):
-        raise ConfigError(f"{SWITCH}={text} is neither 0 nor 1; set it to 0, or unset it")
-    return text
 
 
 def map_slots(
@@ -263,12 +252,12 @@ def map_slots(
     Args:
         buckets: (chunk, index) of the buckets whose shards are mapped.
     """
-    switch = read_switch()
+    switch = read_shard_switch()
     slots: MappedSlots | None = None
     reason = ""
     try:
         if switch == "0":
-            raise RuntimeError(f"{SWITCH}=0")
+            raise RuntimeError(f"{SHARD_SWITCH}=0")
         pages = device_pages.make_pages(axis, device)
         if MIN_SHARD_PAGES * pages.page_bytes > MIN_MAPPED_BYTES:
             raise RuntimeError(f"pages have {pages.page_bytes} bytes")

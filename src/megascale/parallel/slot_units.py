@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megascale.core.unit_slots import CHUNK_SLOTS, select_persistent_blocks
+from megascale.core.unit_slots import CHUNK_SLOTS, assign_block_slots, select_persistent_blocks
 from megascale.parallel.buffer_layout import find_unit_ranges
 from megascale.parallel.buffers import ParamAndGradBuffer
 
@@ -70,26 +70,32 @@ def _find_block_starts(
     """
     block_size = 0  # of the largest block that shares a slot
     outer_size = 0
+    block_persistence = []  # of the blocks with matrices of each chunk
     for buffer, is_persistent in zip(buffers, persistent, strict=True):
-        for unit_index, (start, stop) in find_unit_ranges(buffer.layout).items():
+        blocks = []
+        for unit_index, (start, stop) in sorted(find_unit_ranges(buffer.layout).items()):
             if not _is_block(buffer, unit_index):
                 outer_size = max(outer_size, stop - start)
-            elif not is_persistent[unit_index - 1]:
+                continue
+            blocks.append(is_persistent[unit_index - 1])
+            if not blocks[-1]:
                 block_size = max(block_size, stop - start)
+        block_persistence.append(blocks)
     starts = []
     size = 2 * block_size + outer_size
-    for buffer, is_persistent in zip(buffers, persistent, strict=True):
+    for buffer, blocks, slots in zip(buffers, block_persistence, assign_block_slots(block_persistence), strict=True):
         unit_starts = {}
-        turn = 0  # index of the slot that the next block takes
+        block_slots = iter(zip(blocks, slots, strict=True))
         for unit_index, (start, stop) in sorted(find_unit_ranges(buffer.layout).items()):
             if not _is_block(buffer, unit_index):
                 unit_starts[unit_index] = 2 * block_size
-            elif is_persistent[unit_index - 1]:
+                continue
+            has_own_slot, slot = next(block_slots)
+            if has_own_slot:
                 unit_starts[unit_index] = size
                 size += stop - start
             else:
-                unit_starts[unit_index] = block_size * turn
-                turn = 1 - turn
+                unit_starts[unit_index] = block_size * slot
         starts.append(unit_starts)
     return starts, size
 

@@ -43,6 +43,7 @@ class Case:
         micro_batch_group_size: parallel.micro_batch_group_size; 0: as many micro-batches as stages.
         context: ranks that divide a sequence.
         top_k: experts of a token.
+        gather_share: gathers of blocks under ZeRO-3, relative to two per micro-batch (core/traffic.py).
         expert_parallel: ranks (of data x context) that divide the experts.
     """
 
@@ -81,6 +82,12 @@ class Case:
     elementwise_passes: Any = 1.0
     full_sharding: Any = False
     shard_copies: Any = False
+    unit_slots: Any = False
+    copied_gathers: Any = False
+    copied_reductions: Any = np.inf
+    mapped_shards: Any = False
+    rounded_gradients: Any = False
+    gather_share: Any = 1.0
     tied: Any = False
     tied_shards: Any = False
     micro_batch_group_size: Any = 0
@@ -116,6 +123,7 @@ class Case:
         last_layers: Any = None,
         micro_batch_group_size: Any = 0,
         context: Any = 1,
+        gather_share: Any = 1.0,
         experts: Any = 1,
         top_k: Any = 1,
         expert_parallel: Any = 1,
@@ -174,6 +182,12 @@ class Case:
             elementwise_passes=software.elementwise_passes,
             full_sharding=software.full_sharding,
             shard_copies=software.shard_copies,
+            unit_slots=software.unit_slots,
+            copied_gathers=software.copied_gathers,
+            copied_reductions=software.copied_reductions,
+            mapped_shards=software.mapped_shards,
+            rounded_gradients=software.rounded_gradients,
+            gather_share=gather_share,
             tied=model.tied_embeddings,
             tied_shards=software.tied_shards,
             micro_batch_group_size=micro_batch_group_size,

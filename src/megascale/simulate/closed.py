@@ -171,13 +171,14 @@ def exposed_data_seconds(cluster: ClusterSpec, case: Case, times: StageTimes) ->
     # A group's passes of one chunk end when the last micro-batch has passed all stages.
     hops = np.where((case.virtual > 1) & (forwards <= case.pipeline), case.pipeline * times.mean_transfer, 0.0)
     slowdown = np.where(case.virtual > 1, cluster.overlap.slowdown, 0.0)
+    scatter_slowdown = np.where(is_per_microbatch, cluster.overlap.slowdown, slowdown)
     scatter = times.scatter / buckets
     gather = times.gather / buckets
     last_scatter = scatter / np.where(is_per_microbatch, case.microbatches, 1)
     backward_seconds = backwards * times.backward / buckets + hops
     forward_seconds = forwards * times.forward / buckets + hops
     other_scatters = (buckets - 1) * _delay_by_collective(
-        scatter, backward_seconds, slowdown, transfers=hops, stages=case.pipeline
+        scatter, backward_seconds, scatter_slowdown, transfers=hops, stages=case.pipeline
     )
     other_gathers = (buckets - 1) * _delay_by_collective(
         gather, forward_seconds, slowdown, transfers=hops, stages=case.pipeline

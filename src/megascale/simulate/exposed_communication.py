@@ -18,6 +18,16 @@ from megascale.simulate.network import Network, flow_slowdown
 # Bytes moved per parameter and micro-batch between shards and layers: gathered parameters are copied out for forward
 # and for backward (read and written in 2 bytes), gradients are copied in (read in 2, written in 4).
 SHARD_COPY_BYTES = 14.0
+# Rate of a gather by copy engines, relative to the links of one direction: 157 MB from the other H200 in 424 us.
+# Measured by tests/gpu/mapped_shards.py (dev/log.md, 2026-11-28).
+COPY_RATE = 0.82
+# (ranks, fraction by which copies from peers slow compute). Fitted to steps of ZeRO-3 next to ZeRO-1: the first row to
+# GPT 13B and the sizes of Llama 3.2 3B on two H200, the second one to GPT 13B and Llama 8B on four (dev/log.md,
+# 2026-11-28). Why four ranks lose more is unknown.
+COPY_SLOWDOWN = ((2, 0.03), (4, 0.18))
+# Exposed share of the time that kernels on shards need at the memory's bandwidth, next to GEMMs. Copies of own shards
+# delayed GPT 13B on two H200 by 35 ms per step, and need 48 ms (dev/log.md, 2026-11-28).
+SHARD_KERNEL_SHARE = 0.7
 
 
 class ShardingSeconds(NamedTuple):
@@ -90,28 +100,78 @@ def exposed_sharding_seconds(
     """Return the exposed seconds of fully sharded data parallelism.
 
     Each micro-batch gathers a layer's parameters for its forward and again for its backward, and reduces its
-    gradients. These collectives overlap with the neighbouring layers. Always exposed are the first gather, the last
-    reduction, and those of the embeddings.
+    gradients. These transfers overlap with the neighbouring layers. Always exposed are the first gather, the last
+    reduction, and those of the embeddings. Layers that stay gathered have fewer gathers (Case.gather_share).
 
     Args:
         forward, backward: seconds of one layer.
     """
     weights = case.layer_parameters / case.tensor
     embeddings = np.where(case.tied, 1.0, 2.0) * case.vocab * case.hidden / case.tensor
-    # The collectives of one layer.
-    gather = network.collective(weights * case.gather_bytes, case.replicas, replicas_per_host)
-    reduce = network.collective(weights * case.reduce_bytes, case.replicas, replicas_per_host)
-    # A collective that overlaps with compute slows it. If the collective takes longer, the difference is exposed.
-    slowdown = cluster.overlap.slowdown
-    in_forward = np.maximum(gather - forward, slowdown * np.minimum(gather, forward))
-    in_backward = np.maximum(gather + reduce - backward, slowdown * np.minimum(gather + reduce, backward))
+    is_local = (case.replicas <= replicas_per_host) & np.asarray(case.unit_slots, dtype=bool)
+    has_copied_gathers = is_local & np.asarray(case.copied_gathers, dtype=bool)
+    has_copied_reductions = is_local & (case.tokens >= case.copied_reductions)
+
+    def transfer_seconds(bytes_per_parameter: Any, is_copied: Any) -> Any:
+        """Return the seconds of a gather or reduction of one layer."""
+        by_collective = network.collective(weights * bytes_per_parameter, case.replicas, replicas_per_host)
+        received_bytes = weights * bytes_per_parameter * (case.replicas - 1) / case.replicas
+        by_copies = received_bytes / (COPY_RATE * cluster.inside.gbs * 1e9) + cluster.inside.latency_us * 1e-6
+        return np.where(is_copied, by_copies, by_collective)
+
+    gather = transfer_seconds(case.gather_bytes, has_copied_gathers)
+    reduce = transfer_seconds(case.reduce_bytes, has_copied_reductions)
+    mean_gather = case.gather_share * gather
+    # A transfer that overlaps with compute slows it. If it takes longer, the difference is exposed.
+    copy_ranks, copy_slowdowns = np.transpose(COPY_SLOWDOWN)
+    copy_slowdown = np.interp(np.log(case.replicas), np.log(copy_ranks), copy_slowdowns)
+    gather_delay = np.where(has_copied_gathers, copy_slowdown, cluster.overlap.slowdown) * mean_gather
+    reduce_delay = np.where(has_copied_reductions, copy_slowdown, cluster.overlap.slowdown) * reduce
+    in_forward = np.maximum(
+        mean_gather - forward, gather_delay * np.minimum(1.0, forward / np.maximum(mean_gather, 1e-30))
+    )
+    transfers = mean_gather + reduce
+    in_backward = np.maximum(
+        transfers - backward, (gather_delay + reduce_delay) * np.minimum(1.0, backward / np.maximum(transfers, 1e-30))
+    )
     bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
     copies = np.where(case.shard_copies, SHARD_COPY_BYTES * weights / bandwidth, 0.0)
+    slot_bytes = _count_slot_traffic(cluster, case, weights, has_copied_gathers, has_copied_reductions)
+    slots = np.where(case.unit_slots & (case.replicas > 1), slot_bytes / bandwidth, 0.0)
     embedding_gather = network.collective(embeddings * 2.0, case.replicas, replicas_per_host)
     embedding_reduce = network.collective(embeddings * case.reduce_bytes, case.replicas, replicas_per_host)
-    # Half of the embeddings' collectives is taken as overlapping with layers.
-    per_step = gather + reduce + case.microbatches * (embedding_gather + embedding_reduce) / 2.0
-    return ShardingSeconds(in_forward + in_backward + copies, per_step)
+    # Half of the embeddings' collectives is taken as overlapping with layers. A tied embedding of this engine is no
+    # unit: it is gathered and reduced once per step.
+    is_resident = np.asarray(case.unit_slots, dtype=bool) & np.asarray(case.tied, dtype=bool)
+    embedding_count = np.where(is_resident, 1.0, case.microbatches / 2.0)
+    per_step = gather + reduce + embedding_count * (embedding_gather + embedding_reduce)
+    return ShardingSeconds(in_forward + in_backward + copies + slots, per_step)
+
+
+def _count_slot_traffic(
+    cluster: ClusterSpec, case: Case, weights: Any, has_copied_gathers: Any, has_copied_reductions: Any
+) -> Any:
+    """Return the bytes of a GPU's memory that kernels move next to a layer's GEMMs under ZeRO-3, as exposed bytes.
+
+    A kernel copies the own shard into the slot in both gathers, unless the slot contains the shard. Another kernel adds
+    received gradients to the shard's float32 sum. GEMMs write gradients instead of adding to a float32 sum, so their
+    traffic falls. The exposed share of this traffic is that of the cluster.
+
+    Args:
+        weights: parameters of the layer on a rank.
+    """
+    copies_own = has_copied_gathers & ~np.asarray(case.mapped_shards, dtype=bool)
+    # Two gathers, each of which reads and writes the own shard.
+    own_copy_bytes = np.where(copies_own, 4.0 * case.gather_share * case.gather_bytes / case.replicas, 0.0)
+    shard_sum_bytes = 8.0 / case.replicas  # the shard's sum is read and written
+    # Copies bring the addends of all ranks. A collective brings their sum, which is added without GEMMs next to it.
+    copied_sum_bytes = SHARD_KERNEL_SHARE * (case.reduce_bytes + shard_sum_bytes)
+    reduced_sum_bytes = 4.0 / case.replicas + shard_sum_bytes
+    sum_bytes = np.where(has_copied_reductions, copied_sum_bytes, reduced_sum_bytes)
+    is_rounded = has_copied_reductions & np.asarray(case.rounded_gradients, dtype=bool)
+    written_bytes = np.where(is_rounded, case.reduce_bytes, case.gradient_bytes)
+    saved_bytes = cluster.kernels.accumulate_exposed * (2.0 * case.gradient_bytes - written_bytes)
+    return weights * (SHARD_KERNEL_SHARE * own_copy_bytes + sum_bytes - saved_bytes)
 
 
 def head_exchange_seconds(cluster: ClusterSpec, case: Case, network: Network) -> Any:

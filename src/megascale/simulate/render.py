@@ -168,15 +168,15 @@ def print_cost(cost: RunCost, console: Console) -> None:
 
 
 def print_layouts(
-    results: Sequence[StepEstimate], tokens: float, shares: Sequence[float], console: Console, title: str
+    results: Sequence[StepEstimate], console: Console, title: str, days: Sequence[float] | None = None
 ) -> None:
     """Print one row per layout.
 
     Args:
-        shares: effective share of the wall-clock time for each result, from which the days follow.
+        days: days of the run for each result; None: not printed.
     """
     rows = []
-    for r, share in zip(results, shares, strict=True):
+    for i, r in enumerate(results):
         p, t = r.scenario.config.parallel, r.scenario.config.train
         rows.append(
             {
@@ -188,21 +188,27 @@ def print_layouts(
                 "PP": _describe_pipeline(p),
                 "DP": str(r.scenario.layout.grid.shards // p.context),
                 "ZeRO": str(p.zero),
+                "kept": str(p.zero3_keep_layers or ""),
                 "MBS": str(t.micro_batch),
                 "recompute": p.recompute,
                 "step, s": f"{r.seconds:.3f}",
                 "P10-P90": f"{r.low:.2f}-{r.high:.2f}",
                 "MFU": f"{100 * r.mfu:.1f}%",
                 "GiB": f"{r.memory_gib:.1f}",
-                "days": f"{r.days(tokens) / share:.2f}",
+                "days": "" if days is None else f"{days[i]:.2f}",
             }
         )
-    names, shared_values = split_constant_columns(rows, keep=("step, s", "P10-P90", "MFU", "GiB", "days"))
+    kept_columns = ["step, s", "P10-P90", "MFU", "GiB"]
+    if days is not None:
+        kept_columns.append("days")
+    names, shared_values = split_constant_columns(rows, keep=kept_columns)
     if shared_values:
         title += f" (all: {', '.join(f'{name} {value}' for name, value in shared_values.items())})"
     show_rows(names, [[row[name] for name in names] for row in rows], console, title)
     if any(r.scenario.config.parallel.virtual_stages > 1 for r in results):
         console.print("[dim]PP: stages x chunks per stage : micro-batches of a group[/dim]", soft_wrap=True)
+    if any(r.scenario.config.parallel.zero3_keep_layers for r in results):
+        console.print("[dim]kept: layers that stay gathered (parallel.zero3_keep_layers)[/dim]", soft_wrap=True)
 
 
 def _describe_pipeline(parallel: ParallelConfig) -> str:

@@ -14,11 +14,13 @@ import numpy as np
 from megascale.config import Config, ModelConfig
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core import flops
+from megascale.core.copy_choice import find_copied_reduction_tokens, read_shard_switch
 from megascale.core.inventory import resolve_layers
 from megascale.core.layers import LayerSums
 from megascale.core.layout import Layout
 from megascale.core.memory import gathers_float8
 from megascale.core.rank_memory import estimate_rank_memory, explain_no_graphs
+from megascale.core.traffic import compute_gather_share
 from megascale.simulate.calibration import Calibration
 from megascale.simulate.case import Case
 from megascale.simulate.cluster import ClusterSpec
@@ -86,8 +88,12 @@ class Scenario:
         """
         return max(self.experts, self.top_k, self.expert_parallel) > 1
 
-    def make_case(self) -> Case:
-        """Return the case with which both levels compute. Raises FitError if sizes do not divide."""
+    def make_case(self, counts_gathers: bool = True) -> Case:
+        """Return the case with which both levels compute. Raises FitError if sizes do not divide.
+
+        Args:
+            counts_gathers: whether to count the gathers of ZeRO-3, which takes milliseconds if units are chunks.
+        """
         layout = self.layout
         parallel = self.config.parallel
         layers_by_stage = self.count_chunk_layers().sum(axis=1)
@@ -109,10 +115,18 @@ class Scenario:
             last_layers=float(layers_by_stage[last_stage]),
             micro_batch_group_size=parallel.micro_batch_group_size or 0,
             context=parallel.context,
+            gather_share=self._compute_gather_share(layout) if counts_gathers else 1.0,
             experts=self.experts,
             top_k=self.top_k,
             expert_parallel=self.expert_parallel,
         )
+
+    def _compute_gather_share(self, layout: Layout) -> float:
+        """Return the gathers of the first stage's blocks, relative to two per micro-batch; 1 without unit slots."""
+        if not self.software.unit_slots or layout.grid.shards == 1:
+            return 1.0
+        schedule = layout.unchecked_schedule()
+        return compute_gather_share(self.config.model, self.config.parallel, schedule, stage=0)
 
     def count_chunk_layers(self) -> np.ndarray:
         """Return the number of layers of each chunk, weighted by FLOPs: [stages, chunks]. A mean layer has weight 1."""
@@ -203,6 +217,11 @@ def make_engine_software(config: Config, base: Software) -> Software:
         distributed_optimizer=parallel.zero > 0,
         reduces_each_microbatch=parallel.zero == 2,
         full_sharding=base.full_sharding or parallel.zero == 3,
+        unit_slots=parallel.zero == 3 and base.is_memory_modelled,
+        copied_gathers=overlap.gathers != "collectives",
+        copied_reductions=find_copied_reduction_tokens(config),
+        mapped_shards=not has_float8_gathers and read_shard_switch() == "1",
+        rounded_gradients=parallel.reduce_dtype == "bfloat16" and float8 == "none",
         float8=base.float8 or float8 != "none",
         bf16_weight_gradients=float8 == "all but weight gradients",
         gather_bytes=1 if has_float8_gathers else base.gather_bytes,

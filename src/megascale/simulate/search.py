@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -77,6 +77,10 @@ class SearchResult:
 
     def __len__(self) -> int:
         return len(self.seconds)
+
+    def select(self, mask: np.ndarray) -> SearchResult:
+        """Return the layouts for which `mask` is true: [layouts] booleans."""
+        return SearchResult(**{field.name: getattr(self, field.name)[mask] for field in fields(self)})
 
 
 def list_divisors(number: int) -> list[int]:

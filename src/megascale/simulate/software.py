@@ -8,6 +8,7 @@ MegaScale (NSDI 2024), and "this engine" is the trainer of this repository.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,6 +57,13 @@ class Software:
             after every micro-batch (ZeRO-3, FSDP).
         shard_copies: with full sharding, gathered parameters and reduced gradients are copied from and to the layer's
             tensors.
+        unit_slots: with full sharding, the units, slots and copies of parallel/parameter_slots.py. A tied embedding is
+            reduced once per step, and GEMMs overwrite weight gradients, which are then added to the shard.
+        copied_gathers: with unit slots, copy engines gather units within a host (overlap.gathers).
+        copied_reductions: least tokens of a micro-batch with which copy engines move gradients of units within a host
+            (overlap.reductions); infinity: collectives reduce them.
+        mapped_shards: with copied gathers, slots contain own shards, so that these are not copied.
+        rounded_gradients: with copied reductions, GEMMs write weight gradients of blocks in the type of the reduction.
         tied_shards: first and last stage sum their shards of a tied embedding's gradient instead of the whole gradient.
         launch_us: time of a DGX host to launch one kernel, with the Python around it. A cluster's host.slowness
             multiplies it.
@@ -93,6 +101,11 @@ class Software:
     reduces_each_microbatch: bool = False
     full_sharding: bool = False
     shard_copies: bool = False
+    unit_slots: bool = False
+    copied_gathers: bool = False
+    copied_reductions: float = math.inf
+    mapped_shards: bool = False
+    rounded_gradients: bool = False
     tied_shards: bool = False
     launch_us: float = 15.0
     region_host_us: float = 60.0

@@ -132,11 +132,12 @@ def estimate_step(
     Raises FitError if sizes do not divide or memory is insufficient, and ConfigError if the level, the cluster or the
     calibration does not support the configuration.
     """
-    case = scenario.make_case()
+    case = scenario.make_case(counts_gathers=False)
     constants = scenario.calibration.constants
     _check_level(scenario, level)
     memory = scenario.memory_gib()
     _check_fit(scenario, case, memory, check_memory=check_memory)
+    case = scenario.make_case()  # only if it fits, because counting gathers takes time
     _check_rates(scenario)
     scenario.layout.schedule()  # raises an error if the schedule deadlocks
     closed_parts = compute_step_parts(scenario.cluster, case, constants, network)
@@ -279,8 +280,8 @@ def _list_unpriced(scenario: Scenario) -> tuple[str, ...]:
         notes.append("data.document_mask: attention is priced over whole sequences, which takes longer")
     if scenario.config.optimizer.offload:
         notes.append("optimizer.offload moves state over the host's bus in each update, which has no price")
-    if scenario.config.parallel.zero3_keep_layers:
-        notes.append("parallel.zero3_keep_layers saves gathers, which the price of ZeRO-3 includes all the same")
+    if scenario.config.parallel.zero3_keep_layers and not scenario.software.unit_slots:
+        notes.append("parallel.zero3_keep_layers saves gathers of this engine only")
     if scenario.uses_closed_form_only_features:
         notes.append("experts: not compared with any measured step, and not counted in the memory")
     if scenario.config.parallel.context > 1:

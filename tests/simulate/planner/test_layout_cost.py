@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.config import from_tree, load
+from megascale.core.copy_choice import SHARD_SWITCH
 from megascale.core.layout import lay_out, nearest_divisors
 from megascale.errors import FitError
 from megascale.simulate.planner.layout_cost import LayoutCost, make_plan
@@ -302,18 +303,25 @@ def test_kept_layers_are_proposed_where_they_fit():
     def plan(gib: float, *more: str) -> LayoutCost:
         return make_plan(load(None, [*arguments, *more]), 4, gib)
 
-    assert "--parallel.zero3_keep_layers=15 fits too, and gathers 170 GiB" in " ".join(plan(80.0).notes())
+    assert "--parallel.zero3_keep_layers=20 fits too, and gathers 137 GiB" in " ".join(plan(80.0).notes())
     assert "--parallel.zero3_keep_layers=40 fits too" in " ".join(plan(180.0).notes())
     for notes in (
-        plan(80.0, "parallel.zero3_keep_layers=15").notes(),
+        plan(80.0, "parallel.zero3_keep_layers=20").notes(),
         plan(72.0, "parallel.virtual_stages=4", "parallel.micro_batch_group_size=8").notes(),
         plan(180.0, "parallel.zero=1").notes(),
     ):
         assert "zero3_keep_layers" not in " ".join(notes)
-    # With all 40 layers kept there are no shared slots, so they need as much memory as 38 layers, and 39 need more.
+    # With 39 layers kept the last one needs a single shared slot, so 40 need as much memory.
     all_layers_gib = plan(180.0, "parallel.zero3_keep_layers=40").needed_gib
-    assert plan(180.0, "parallel.zero3_keep_layers=39").needed_gib > all_layers_gib
+    assert plan(180.0, "parallel.zero3_keep_layers=39").needed_gib == all_layers_gib
     assert "--parallel.zero3_keep_layers=40 fits too" in " ".join(plan(all_layers_gib + 0.01).notes())
+    # Slots with copies of own shards need 0.15 GiB more for each kept layer.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SHARD_SWITCH, "0")
+        assert "--parallel.zero3_keep_layers=15 fits too, and gathers 170 GiB" in " ".join(plan(80.0).notes())
+        # Two shared slots exist even if a single layer uses them.
+        copied_gib = plan(180.0, "parallel.zero3_keep_layers=40").needed_gib
+        assert plan(180.0, "parallel.zero3_keep_layers=39").needed_gib > copied_gib
     too_many = plan(80.0, "parallel.zero3_keep_layers=30")
     assert not too_many.fits
     assert "--parallel.zero3_keep_layers=0" in too_many.remedies()

@@ -60,7 +60,7 @@ class LayoutCost(LayoutFigures):
             )
         if parallel.zero >= 2:
             notes.append(self._describe_sharding())
-        kept_layers = self._count_keepable_layers()
+        kept_layers = self.count_keepable_layers()
         if kept_layers > parallel.zero3_keep_layers:
             alternative = self.with_settings(parallel={"zero3_keep_layers": kept_layers})
             notes.append(
@@ -142,7 +142,7 @@ class LayoutCost(LayoutFigures):
             "and back in each update; step times do not include this"
         )
 
-    def _count_keepable_layers(self) -> int:
+    def count_keepable_layers(self) -> int:
         """Return the largest parallel.zero3_keep_layers that fits; 0 if the plan does not fit or cannot keep layers."""
         parallel = self.config.parallel
         has_slots_of_blocks = parallel.zero == 3 and not has_chunk_slots(parallel.virtual_stages)
