@@ -48,6 +48,7 @@ def test_one_key_of_a_table_leaves_the_others_of_the_preset(tmp_path):
         ("--model.heads=7", ["model.heads=7", "model.hidden=256", "divisor"]),
         ("--model.preset=gpt3", ["gpt3", "model.preset"]),
         ("--lr.min=1", ["lr.min=1", "lr.peak"]),
+        (f"--train.name={'n' * 129}", ["train.name='nnn", "at most 128 characters"]),
         ("model.layers", ["model.layers", "--section.key=value"]),
         ("--parallel.gather_precision=bfloat16", ["parallel.gather_precision", "bfloat16", "auto", "default"]),
         ("--parallel.gather_precision=float8", ["linear_precision is default", "--train.linear_precision=float8"]),

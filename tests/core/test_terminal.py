@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from rich.console import Console
 
 from megascale.core import terminal
 
@@ -146,3 +147,18 @@ def test_a_forked_child_ends_by_the_signal_itself():
         os.kill(child, signal.SIGTERM)
         status = os.waitpid(child, 0)[1]
     assert os.WTERMSIG(status) == signal.SIGTERM
+
+
+def test_output_in_the_locale_c_writes_other_characters_as_escapes():
+    """Foreign bytes in names are kept by Python's error handler of this locale, and other characters are not."""
+    program = "from megascale.core import terminal\nterminal.open_streams()\nprint('\\u2502 \\xfc \\udcff')"
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, env=os.environ | environment)
+    assert result.stdout == b"\\u2502 \\xfc \\udcff\n", result.stderr
+
+
+@pytest.mark.parametrize(("size", "width"), [("0", 80), ("", 80), ("100", 100)])
+def test_a_terminal_of_no_columns_is_one_of_unknown_size(size, width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", size)
+    terminal.ignore_empty_sizes()
+    assert Console(file=io.StringIO()).width == width

@@ -477,6 +477,7 @@ def copy(saved, tmp_path):
         ("llama", {"attention_bias": True}, ["q_proj.bias", "missing"]),
         ("llama", {"intermediate_size": 40}, ["mlp.gate_proj.weight", "[37, 24]", "[40, 24]"]),
         ("llama", {"num_hidden_layers": 1}, ["model.layers.1.", "does not have"]),
+        ("llama", {"num_hidden_layers": 3}, ["has no model.layers.2.", "take the config.json that belongs"]),
         ("llama", {"tie_word_embeddings": True}, ["tie_word_embeddings", "lm_head.weight"]),
         ("llama", {"num_attention_heads": 5}, ["model.heads=5", "kv_heads"]),
         ("gpt2", {"activation_function": "quick_gelu"}, ["activation_function='quick_gelu'"]),

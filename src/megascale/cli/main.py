@@ -196,6 +196,7 @@ def main() -> None:
     leave_working_directory()
     sleep_at_barriers()
     terminal.open_streams()
+    terminal.ignore_empty_sizes()
     if is_run_for_effect(sys.argv[1:]):
         terminal.ignore_lost_output()
     if completion.COMPLETE_VARIABLE in os.environ:

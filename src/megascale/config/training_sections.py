@@ -258,7 +258,12 @@ def _expand_precision(name: Any) -> Any:
 class TrainConfig(Section):
     """The training run."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of the run folder")
+    name: str = Field(
+        "run",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        max_length=128,  # file systems have 255 bytes for a name, and other names are made from this one
+        description="name of the run folder",
+    )
     runs: str = Field("runs", description="folder of the run folders")
     steps: int = Field(1000, ge=0, le=MAX_COUNT, description="total number of optimizer steps")
     max_skipped_steps: int = Field(

@@ -250,7 +250,10 @@ def _try_lock(path: Path, kind: int, grace_period: float) -> RunLock | None:
             problem = f"the lock file {path} cannot be created: {error.strerror}"
             if error.errno in _LASTING_ERRNOS:
                 # By the exit code of this error, a driver does not start the job again.
-                raise ConfigError(f"{problem}; make its folder writable for user {os.geteuid()}") from None
+                remedy = f"make its folder writable for user {os.geteuid()}"
+                if error.errno in (errno.ENOTDIR, errno.EEXIST):
+                    remedy = "a part of this path is a file; remove it, or name another folder"
+                raise ConfigError(f"{problem}; {remedy}") from None
             storage_error = TrainingError(f"{problem}; make its folder writable")
             storage_error.errno = error.errno or 0
             raise storage_error from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import codecs
 import contextlib
 import io
 import os
@@ -84,6 +85,16 @@ def open_streams() -> None:
         sys.stderr = _make_text_stream(_OutputFile(sys.stderr.fileno(), required=False), sys.stderr)
 
 
+def ignore_empty_sizes() -> None:
+    """Remove a terminal size of 0 from the environment, which some consoles set if they do not know the size.
+
+    rich takes the value as it is, and prints nothing.
+    """
+    for name in ("COLUMNS", "LINES"):
+        if os.environ.get(name, "").strip().lstrip("0") == "":
+            os.environ.pop(name, None)
+
+
 def _make_text_stream(file: _OutputFile, stream: io.TextIOWrapper) -> io.TextIOWrapper:
     """Return a text stream onto `file` with the properties of `stream`.
 
@@ -92,10 +103,15 @@ def _make_text_stream(file: _OutputFile, stream: io.TextIOWrapper) -> io.TextIOW
     with contextlib.suppress(OSError):
         stream.flush()
     is_unbuffered = stream.write_through  # PYTHONUNBUFFERED
+    errors = stream.errors
+    # In the locale C, Python sets surrogateescape, which keeps bytes of foreign names but not other characters.
+    is_utf8 = codecs.lookup(stream.encoding).name == "utf-8"
+    if errors == "strict" or (errors == "surrogateescape" and not is_utf8):
+        errors = "backslashreplace"
     return io.TextIOWrapper(
         file if is_unbuffered else io.BufferedWriter(file),  # type: ignore[arg-type]
         encoding=stream.encoding,
-        errors="backslashreplace" if stream.errors == "strict" else stream.errors,
+        errors=errors,
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

@@ -119,6 +119,23 @@ def test_templates_that_hide_the_assistant_or_refuse_are_errors(folder, tmp_path
 
 
 @pytest.mark.parametrize(
+    ("expression", "reason"),
+    [
+        ("'x' * 10000000000", "repeats a value to more than 16,777,216 characters"),
+        ("10000000000 * [messages]", "repeats a value"),
+        ("messages * (2 * 10000000000)", "repeats a value"),
+        ("9 ** 99999", "exponent above 4,096"),
+    ],
+)
+def test_a_template_cannot_exhaust_memory_with_a_product(expression: str, reason: str) -> None:
+    """Jinja computes constant products while it compiles a template."""
+    template = ChatTemplate(f"{{{{ {expression} }}}}", {}, "huge")
+    with pytest.raises(TemplateError, match=reason):
+        template.render_text(TURNS)
+    assert ChatTemplate("{{ '-' * 3 * 2 }}{{ 2 ** 10 }}", {}, "small").render_text(TURNS) == "------1024"
+
+
+@pytest.mark.parametrize(
     ("record", "message"),
     [
         ({"messages": []}, "messages: it is empty"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megascale.data.tokenizer.tokenizer import load_tokenizer
+from megascale.data.tokenizer.tokenizer import load_tokenizer, train_tokenizer
 from megascale.errors import DataError
 
 RANKS = "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256)).encode()
@@ -48,3 +48,26 @@ def test_a_folder_without_a_tokenizer_json(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").unlink()
     with pytest.raises(DataError, match=r"pass the path of the tokenizer\.json inside"):
         load_tokenizer(tmp_path)
+
+
+def test_ids_that_the_library_would_change_or_share_are_refused(tmp_path: Path) -> None:
+    """The library gives added tokens the next ids, whatever the file has. Shared ids cannot be decoded."""
+    tokenizer = train_tokenizer(["some text"], 300)
+    record = json.loads(tokenizer.to_json())
+    vocab_size = tokenizer.vocab_size
+    added_token = dict(record["added_tokens"][0], content="<far>", id=vocab_size + 7)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps({**record, "added_tokens": [*record["added_tokens"], added_token]}))
+    match = (
+        rf"tokenizer\.json has the added token '<far>' with id {vocab_size + 7}, and the library gives it {vocab_size},"
+    )
+    with pytest.raises(DataError, match=match):
+        load_tokenizer(file)
+    added_token["id"] = vocab_size
+    file.write_text(json.dumps({**record, "added_tokens": [*record["added_tokens"], added_token]}))
+    assert load_tokenizer(file).vocab_size == vocab_size + 1
+    vocabulary = record["model"]["vocab"]
+    vocabulary["b"] = vocabulary["a"]
+    file.write_text(json.dumps(record))
+    with pytest.raises(DataError, match=rf"the id {vocabulary['a']} for '[ab]' and for '[ab]'; copy the file again"):
+        load_tokenizer(file)

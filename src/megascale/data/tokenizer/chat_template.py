@@ -24,6 +24,10 @@ from megascale.errors import DataError
 if TYPE_CHECKING:
     from jinja2 import Environment
 
+# Limits of a template, which may come from strangers.
+_MAX_REPETITION = 1 << 24  # characters or entries of a repeated value
+_MAX_EXPONENT = 1 << 12
+
 Message = Mapping[str, Any]
 
 TEMPLATE = "chat_template.jinja"
@@ -352,9 +356,21 @@ def _make_environment() -> Environment:
         # jinja2's own filter escapes characters of HTML.
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, loopcontrols]
-    )
+    class BoundedSandbox(ImmutableSandboxedEnvironment):
+        """A sandbox whose multiplications cannot exhaust memory. A short template may repeat a text without limit."""
+
+        intercepted_binops = frozenset({"*", "**"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            for value, count in ((left, right), (right, left)):
+                is_repetition = isinstance(value, str | list | tuple) and isinstance(count, int)
+                if operator == "*" and is_repetition and len(value) * count > _MAX_REPETITION:
+                    raise JinjaError(f"it repeats a value to more than {_MAX_REPETITION:,} characters")
+            if operator == "**" and isinstance(right, int) and abs(right) > _MAX_EXPONENT:
+                raise JinjaError(f"it has an exponent above {_MAX_EXPONENT:,}")
+            return super().call_binop(context, operator, left, right)
+
+    environment = BoundedSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, loopcontrols])
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
     return environment

@@ -99,6 +99,7 @@ class HuggingFaceTokenizer(Tokenizer):
         vocabulary = library_tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise DataError(f"{source} has an empty vocabulary; use another tokenizer.json")
+        _check_ids(record, vocabulary, source)
         self.vocab_size = max(vocabulary.values()) + 1
         end_names = (end_of_document,) if end_of_document else END_NAMES
         known_ends = [name for name in end_names if name in vocabulary]
@@ -269,6 +270,36 @@ def _set_plain_encoding(library_tokenizer: Any) -> None:
     library_tokenizer.encode_special_tokens = True  # "encode" means: as text
     library_tokenizer.no_truncation()
     library_tokenizer.no_padding()
+
+
+def _check_ids(record: dict[str, Any], vocabulary: dict[str, int], source: str) -> None:
+    """Raise DataError if two tokens have one id, or if the library gives an added token another id than the file.
+
+    The library gives added tokens the next ids after the vocabulary, without an error if the file has other ids.
+
+    Args:
+        record: contents of the tokenizer.json.
+        vocabulary: the library's ids by name, with added tokens.
+        source: name of the tokenizer, for messages.
+    """
+    for token in record.get("added_tokens") or []:
+        library_id = vocabulary.get(token["content"])
+        if library_id is not None and library_id != token["id"]:
+            raise DataError(
+                f"{source} has the added token {token['content']!r} with id {token['id']}, and the library gives it "
+                f"{library_id}, since other ids lead to gaps or are used; add tokens for the ids in between, or "
+                "correct the id"
+            )
+    if len(set(vocabulary.values())) == len(vocabulary):
+        return
+    name_by_id: dict[int, str] = {}
+    for name, token_id in vocabulary.items():
+        other_name = name_by_id.setdefault(token_id, name)
+        if other_name != name:
+            raise DataError(
+                f"{source} has the id {token_id} for {other_name!r} and for {name!r}; copy the file again, or give one "
+                "of them an unused id"
+            )
 
 
 def _find_template_begin(library_tokenizer: Any) -> tuple[int, ...]:

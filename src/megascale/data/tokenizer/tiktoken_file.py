@@ -99,7 +99,10 @@ class TiktokenTokenizer(Tokenizer):
                 name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
             )
         except Exception as error:  # a pattern or ranks that the library's core refuses
-            raise DataError(f"tokenizer {name} is not an encoding that tiktoken understands: {error}") from None
+            raise DataError(
+                f"tokenizer {name} is not an encoding that tiktoken understands: {error}; correct the pattern and the "
+                f"special_tokens of {name}.json, or copy the rank file again"
+            ) from None
         self.vocab_size = self._encoding.max_token_value + 1
         self.end_of_document = special_tokens[end]
         # A pattern that is not published may skip characters, and tiktoken drops what a pattern skips.

@@ -328,6 +328,7 @@ def _check_names(files: TensorFiles, family: Family, model: ModelConfig, weights
         raise DataError(
             f"{files.folder} has no {_abbreviate(missing)} "
             f"({len(missing)} of the {len(expected)} tensors that a {family.name} of this config.json has are missing)"
+            "; download the missing files, or take the config.json that belongs to the weights"
         )
     extra = sorted(name for name in files if name not in expected and not re.search(family.ignored_tensors, name))
     if model.tied_embeddings and family.head_name in extra:
