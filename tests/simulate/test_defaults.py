@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from megascale.cli.common import DEFAULT_CLUSTER, DEFAULT_DEVICE, make_scenario
 from megascale.cli.main import app
+from megascale.cli.plan import double_gpus
 from megascale.config import Config, from_tree, load
 from megascale.core.parameter_counts import count_stage_parameters
 from megascale.errors import ConfigError, FitError
@@ -107,6 +108,11 @@ def test_too_few_gpus_name_a_number_that_does():
     offload = re.search(r"(--optimizer\.offload=true .*) fits, with the", str(result.exception))[1]
     assert "fits: the fullest rank" in invoke(f"plan --gpus 1 --model.preset=llama-8b {offload}")
     assert "fits: the fullest rank" in invoke(f"plan --gpus {gpus} --model.preset=llama-8b")
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(1, 2), (4, 8), (3, 6), (6, 8), (8, 16), (12, 16), (16, 32)])
+def test_more_gpus_than_a_host_has_are_those_of_whole_hosts(gpus, expected):
+    assert double_gpus(gpus, 8) == expected
 
 
 def test_an_assumed_vocabulary_is_printed_although_the_layout_is_given():

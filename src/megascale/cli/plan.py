@@ -166,20 +166,24 @@ def _choose_missing_settings(config: Config, gpus: int, device: str, memory_gib:
     offload = _find_offload_flags(scenario)
     if offload:
         reason += f"; {offload} fits, with the optimizer's state in host memory"
-    # Try twice as many GPUs and so on; from a host on, whole hosts.
     gpus_per_host = config_with_vocabulary.parallel.gpus_per_host
-    more_gpus = 2 * gpus
-    if more_gpus > gpus_per_host:
-        more_gpus = max(gpus_per_host, 2 * (gpus // gpus_per_host) * gpus_per_host)
+    more_gpus = double_gpus(gpus, gpus_per_host)
     while more_gpus <= _MAX_GPUS:
         try:
             with show_progress("choosing the layout") as report:
                 choose_layout(replace(scenario, gpus=more_gpus), report)
         except FitError:
-            more_gpus *= 2
+            more_gpus = double_gpus(more_gpus, gpus_per_host)
             continue
         raise FitError(f"{reason}; --gpus {more_gpus} has a layout that fits")
     raise FitError(reason)
+
+
+def double_gpus(gpus: int, gpus_per_host: int) -> int:
+    """Return twice as many GPUs; from a host on, those of whole hosts."""
+    if 2 * gpus <= gpus_per_host:
+        return 2 * gpus
+    return max(gpus_per_host, 2 * (gpus // gpus_per_host) * gpus_per_host)
 
 
 def _find_offload_flags(scenario: Scenario) -> str:
