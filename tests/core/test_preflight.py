@@ -336,6 +336,10 @@ def test_copies_that_do_not_fit_a_node_are_refused_with_keys_bytes_and_remedy():
         "--train.fit=force",
     ):
         assert part in text
+    # With one slot and no copies of peers, only the copies in memory themselves can be switched off.
+    single = make_layout(4, "--checkpoint.slots=1", "--parallel.data=4")
+    with pytest.raises(FitError, match=r"set checkpoint\.memory_interval=0 and checkpoint\.background=false, fewer"):
+        check_host_memory(single, share, replace(SMALL, memory=1))
     # The memory of an earlier start's service is used again.
     check_host_memory(layout, replace(share, reused_bytes=1 << 20), replace(SMALL, memory=needed - 1))
     output: list[str] = []

@@ -371,6 +371,8 @@ def _list_smaller_copies(settings: CheckpointConfig) -> str:
         alternatives.append("checkpoint.replicas=false")
     if not settings.memory_interval and not settings.replicas:
         alternatives.append("checkpoint.background=false")
+    if not alternatives:  # one slot of copies in memory, which need the checkpoint service
+        alternatives.append("checkpoint.memory_interval=0 and checkpoint.background=false")
     return " or ".join(alternatives)
 
 
