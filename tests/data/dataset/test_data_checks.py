@@ -213,6 +213,8 @@ def test_weights_whose_sum_is_infinite_are_shares_like_others(tmp_path: Path) ->
     files = [write(tmp_path / "first", 99), write(tmp_path / "other", 98)]
     huge = SampleSource(configured(tmp_path, *files, weights=[1e308, 1e308]).data, 8, vocab_size=None, seed=1)
     equal = SampleSource(configured(tmp_path, *files, weights=[1, 1]).data, 8, vocab_size=None, seed=1)
+    assert huge.count_passes(100) == equal.count_passes(100)
+    assert huge.count_epochs(100) > 0
     assert huge.find_sample_ids(0, 20).tolist() == equal.find_sample_ids(0, 20).tolist()
     with pytest.raises(ConfigError, match=r"1\.0 is less than 1e-05 of their sum"):
         SampleSource(configured(tmp_path, *files, weights=[1, 1e308]).data, 8, vocab_size=None, seed=1)

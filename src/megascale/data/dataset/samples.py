@@ -50,6 +50,13 @@ def hash_sample_ids(ids: NDArray[np.int64]) -> int:
     return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "big")
 
 
+def _compute_shares(weights: Sequence[float]) -> list[float]:
+    """Return each weight's share of their sum. The sum itself may be infinite, so divide by the largest one first."""
+    largest = max(weights)
+    total = sum(weight / largest for weight in weights)
+    return [weight / largest / total for weight in weights]
+
+
 def _stack_columns(columns: Sequence[NDArray]) -> NDArray | None:
     """Return the arrays as columns of one array, or None without arrays."""
     if not columns:
@@ -123,10 +130,7 @@ class SampleSource:
         self._document_readers = self._plan_documents()
         self._window_counts = [self._count_windows(file_index) for file_index in range(len(self.files))]
         weights = data.weights
-        # Divide by the largest weight first, because the sum of huge weights may be infinite.
-        if weights is not None and min(weights) / max(weights) < MIN_WEIGHT_SHARE * sum(
-            weight / max(weights) for weight in weights
-        ):
+        if weights is not None and min(_compute_shares(weights)) < MIN_WEIGHT_SHARE:
             raise ConfigError(
                 f"data.weights={weights}: {min(weights)} is less than {MIN_WEIGHT_SHARE:g} of their sum; leave that "
                 "file out"
@@ -254,7 +258,7 @@ class SampleSource:
         weights = self.data.weights
         if weights is None:
             return [samples / sum(sizes)] * len(sizes)
-        return [samples * weight / sum(weights) / size for weight, size in zip(weights, sizes, strict=True)]
+        return [samples * share / size for share, size in zip(_compute_shares(weights), sizes, strict=True)]
 
     def find_sample_ids(self, first_sample: int, count: int) -> NDArray[np.int64]:
         """Return the ids of `count` samples from `first_sample` on, int64 [count, 3].
