@@ -124,7 +124,9 @@ def test_templates_that_hide_the_assistant_or_refuse_are_errors(folder, tmp_path
         ("'x' * 10000000000", "repeats a value to more than 16,777,216 characters"),
         ("10000000000 * [messages]", "repeats a value"),
         ("messages * (2 * 10000000000)", "repeats a value"),
+        ("'x'.encode() * 10000000000", "repeats a value"),
         ("9 ** 99999", "exponent above 4,096"),
+        ("(9 ** 4096) ** 4096", "a power of more than 1,048,576 bits"),
     ],
 )
 def test_a_template_cannot_exhaust_memory_with_a_product(expression: str, reason: str) -> None:

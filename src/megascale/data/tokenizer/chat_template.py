@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # Limits of a template, which may come from strangers.
 _MAX_REPETITION = 1 << 24  # characters or entries of a repeated value
 _MAX_EXPONENT = 1 << 12
+_MAX_POWER_BITS = 1 << 20  # of an integer, since powers of powers grow beyond any memory
 
 Message = Mapping[str, Any]
 
@@ -363,11 +364,14 @@ def _make_environment() -> Environment:
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             for value, count in ((left, right), (right, left)):
-                is_repetition = isinstance(value, str | list | tuple) and isinstance(count, int)
+                is_repetition = isinstance(value, str | bytes | list | tuple) and isinstance(count, int)
                 if operator == "*" and is_repetition and len(value) * count > _MAX_REPETITION:
                     raise JinjaError(f"it repeats a value to more than {_MAX_REPETITION:,} characters")
-            if operator == "**" and isinstance(right, int) and abs(right) > _MAX_EXPONENT:
-                raise JinjaError(f"it has an exponent above {_MAX_EXPONENT:,}")
+            if operator == "**" and isinstance(right, int):
+                if abs(right) > _MAX_EXPONENT:
+                    raise JinjaError(f"it has an exponent above {_MAX_EXPONENT:,}")
+                if isinstance(left, int) and left.bit_length() * right > _MAX_POWER_BITS:
+                    raise JinjaError(f"it has a power of more than {_MAX_POWER_BITS:,} bits")
             return super().call_binop(context, operator, left, right)
 
     environment = BoundedSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, loopcontrols])
