@@ -153,6 +153,18 @@ def test_full_sharding_is_priced_by_what_its_gathers_and_reductions_cannot_hide(
     assert float(compute_step_parts(h100, copied).data) > seconds["sharded"]
 
 
+def test_one_data_parallel_rank_has_no_transfers_by_copies():
+    h100 = load_cluster("h100-dgx")
+    model = configuration.load(None, ["model.preset=llama-8b"]).model
+    software = replace(find_stack("megatron-fsdp"), full_sharding=True, unit_slots=True, shard_copies=False)
+    seconds = []
+    for has_copies in (False, True):
+        copied = replace(software, copied_gathers=has_copies, copied_reductions=0 if has_copies else np.inf)
+        layout = Case.from_model(model, copied, tensor=1, pipeline=1, virtual=1, data=1, micro=1, batch=4)
+        seconds.append(float(compute_step_parts(h100, layout).data))
+    assert seconds[0] == seconds[1] == 0
+
+
 def test_full_sharding_on_the_command_line():
     (result,) = step_json(*SHARDED, "--software", "megatron-fsdp", "--no-memory")
     assert result["parts"]["data"] > 0.02 * result["seconds"]

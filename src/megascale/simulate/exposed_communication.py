@@ -108,7 +108,8 @@ def exposed_sharding_seconds(
     """
     weights = case.layer_parameters / case.tensor
     embeddings = np.where(case.tied, 1.0, 2.0) * case.vocab * case.hidden / case.tensor
-    is_local = (case.replicas <= replicas_per_host) & np.asarray(case.unit_slots, dtype=bool)
+    # One rank has no peers. With collectives the network prices its transfers at 0.
+    is_local = (case.replicas > 1) & (case.replicas <= replicas_per_host) & np.asarray(case.unit_slots, dtype=bool)
     has_copied_gathers = is_local & np.asarray(case.copied_gathers, dtype=bool)
     has_copied_reductions = is_local & (case.tokens >= case.copied_reductions)
 
