@@ -48,7 +48,7 @@ def test_one_key_of_a_table_leaves_the_others_of_the_preset(tmp_path):
         ("--model.heads=7", ["model.heads=7", "model.hidden=256", "divisor"]),
         ("--model.preset=gpt3", ["gpt3", "model.preset"]),
         ("--lr.min=1", ["lr.min=1", "lr.peak"]),
-        (f"--train.name={'n' * 129}", ["train.name='nnn", "at most 128 characters"]),
+        (f"--train.name={'n' * 256}", ["train.name='nnn", "at most 255 characters"]),
         ("model.layers", ["model.layers", "--section.key=value"]),
         ("--parallel.gather_precision=bfloat16", ["parallel.gather_precision", "bfloat16", "auto", "default"]),
         ("--parallel.gather_precision=float8", ["linear_precision is default", "--train.linear_precision=float8"]),
@@ -59,6 +59,10 @@ def test_wrong_keys_and_values_are_named_with_a_remedy(override, parts):
         config.load(None, [override])
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_a_run_may_have_the_longest_name_of_a_file_system():
+    assert config.load(None, [f"--train.name={'n' * 255}"]).train.name == "n" * 255
 
 
 @pytest.mark.parametrize(

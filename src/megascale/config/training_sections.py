@@ -261,7 +261,7 @@ class TrainConfig(Section):
     name: str = Field(
         "run",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        max_length=128,  # file systems have 255 bytes for a name, and other names are made from this one
+        max_length=255,  # bytes that file systems have for a name
         description="name of the run folder",
     )
     runs: str = Field("runs", description="folder of the run folders")
