@@ -68,7 +68,9 @@ def export(
         None, help="gpt2, gptj, gpt_neox, llama, mistral or qwen2; default: the first that fits the model."
     ),
     step: int | None = typer.Option(None, help="Step of the checkpoint; default: the newest."),
-    dtype: str | None = typer.Option(None, help="float32, bfloat16 or float16; default: the run's train.precision, float64 as float32."),
+    dtype: str | None = typer.Option(
+        None, help="float32, bfloat16 or float16; default: the run's train.precision, float64 as float32."
+    ),
     adapter: bool = typer.Option(
         False, "--adapter", help="Write the adapters of a run with train.lora as a folder for peft, without the model."
     ),
