@@ -349,7 +349,8 @@ def _print_host_memory(cost: LayoutCost, console: Console) -> None:
     ):
         if byte_count:
             purposes.append(f"{byte_count / 2**30:.2f} {purpose}")
-    ranks = cost.layout.grid.ranks_per_host
+    grid = cost.layout.grid
+    ranks = min(grid.ranks_per_host, grid.world_size)
     console.print(
         f"host memory: {largest.total / 2**30:.2f} GiB per rank, {ranks * largest.total / 2**30:.1f} GiB per host of "
         f"{format_count(ranks, 'rank')}: {', '.join(purposes)}",

@@ -126,6 +126,13 @@ def test_host_memory_of_copies_is_printed(megascale):
     # Without copies of other hosts, all ranks of a run together hold two checkpoints.
     assert 8 * sum(memory["snapshots"] for memory in by_stage) == pytest.approx(2 * 12 * record["parameters"], rel=0.01)
     assert "host memory" not in megascale("plan", *arguments[:6]).stdout
+    few = megascale(
+        "plan", "--gpus", "2", "--model.preset=gpt-13b", "--parallel.data=2", "--checkpoint.background=true"
+    )
+    per_rank, per_host = map(
+        float, re.search(r"(\S+) GiB per rank, (\S+) GiB per host of 2 ranks", few.stdout).groups()
+    )
+    assert per_host == pytest.approx(2 * per_rank, abs=0.1)
 
 
 def test_the_bars_of_memory_add_up_to_the_total():
