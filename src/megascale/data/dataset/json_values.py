@@ -12,11 +12,16 @@ from megascale.data.text_encoding import NotUtf8Error, describe_invalid_utf8
 _SPACE = " \t\r\n"
 # A syntax error this close to the end of the buffer may only mean that the value continues in the next chunk.
 _NEAR_END = 32  # characters
+_DECODER = json.JSONDecoder(parse_int=float)  # json.loads with an option makes a decoder per call
 
 
 def parse_record(text: str | bytes) -> Any:
     """Parse the JSON of a record of text. Integers become floats, since Python refuses integers above 4,300 digits."""
-    return json.loads(text, parse_int=float)
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text), "surrogatepass")  # as json.loads
+    if text.startswith("\ufeff"):
+        raise json.JSONDecodeError("unexpected byte order mark", text, 0)
+    return _DECODER.decode(text)
 
 
 class JsonValue(NamedTuple):
