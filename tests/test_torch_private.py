@@ -171,10 +171,11 @@ def test_an_autograd_function_that_is_called_directly_is_one_like_any_other():
     assert direct._backward_cls.__dict__["apply"] is direct.backward, "this torch is called as before"
 
 
-def test_the_limit_of_compiled_versions_is_raised_but_not_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_compiled_versions_is_raised_but_not_lowered() -> None:
     config = torch_private.lookup("torch._dynamo", "config")
-    monkeypatch.setattr(config, "recompile_limit", 8)
-    torch_private.raise_recompile_limit(256)
-    assert config.recompile_limit == 256
-    torch_private.raise_recompile_limit(16)
-    assert config.recompile_limit == 256
+    with config.patch(recompile_limit=8):
+        torch_private.raise_recompile_limit(256)
+        assert config.recompile_limit == 256
+        torch_private.raise_recompile_limit(16)
+        assert config.recompile_limit == 256
+    assert config.recompile_limit < 256
