@@ -138,6 +138,7 @@ def test_a_run_that_found_nothing_renews_the_identity(tmp_path: Path) -> None:
         (7, 20, {"interval": 100, "memory_wait": True, "memory_interval": 1}, "memory"),
         (7, 20, {"interval": 20, "memory_wait": True, "memory_interval": 1}, "storage"),  # step 40 was due
         (7, 40, {"interval": 20, "memory_wait": True, "memory_interval": 1}, "memory"),
+        (7, 60, {"interval": 20, "memory_wait": True, "memory_interval": 1}, "storage"),  # step 60 was taken back
         (0, 0, {"interval": 100, "memory_wait": True, "memory_interval": 1}, "memory"),
         (0, 0, {"interval": 10, "memory_wait": True, "memory_interval": 1}, "storage"),
     ],

@@ -325,7 +325,8 @@ class Checkpointer:
         interval = self.config.interval
         if not self.config.memory_wait or not interval:
             return False
-        return stored_step >= loaded_step // interval * interval
+        # A later step in storage belongs to steps that the run has taken back.
+        return loaded_step // interval * interval <= stored_step <= loaded_step
 
     def confirm_load(self) -> None:
         """Record that the run continues from the loaded state, and mark the commits that were found damaged.
