@@ -45,7 +45,12 @@ def measure_device_seconds(function: Callable[[], Any], replay_seconds: float = 
             with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
                 for _ in range(calls):
                     function()
-        is_empty = any("Graph is empty" in str(warning.message) for warning in caught)
+        is_empty = False
+        for warning in caught:
+            if "Graph is empty" in str(warning.message):
+                is_empty = True
+            else:
+                warnings.warn(warning.message, warning.category, stacklevel=2)
     except Exception:  # The function cannot be captured, for example because it synchronizes with the device.
         torch.cuda.synchronize()
         is_empty = True

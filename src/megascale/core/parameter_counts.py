@@ -273,7 +273,8 @@ class UnitElements:
         block_persistence = []
         for blocks, is_persistent in zip(self.blocks, persistent, strict=True):
             block_elements.append([count for count in blocks if count])
-            block_persistence.append([kept for kept, count in zip(is_persistent, blocks, strict=True) if count])
+            pairs = zip(is_persistent, blocks, strict=True)
+            block_persistence.append([is_resident for is_resident, count in pairs if count])
         for blocks_of_chunk, slots in zip(block_elements, assign_block_slots(block_persistence), strict=True):
             for count, slot in zip(blocks_of_chunk, slots, strict=True):
                 units.append(PlannedUnit(slot, (itemsize * count,)))

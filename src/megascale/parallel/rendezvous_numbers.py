@@ -51,7 +51,7 @@ def align_rendezvous(all_gather: Callable[[int], Sequence[int]], device: torch.d
         Number of rendezvous that this process has made with itself.
 
     Raises:
-        TrainingError: torch numbers rendezvous in another way than this module expects.
+        TrainingError: on all ranks, if they cannot have the same number.
     """
     # Equal counts of calls prove nothing: a failed peer may have interrupted the last call of some ranks earlier than
     # that of others.
@@ -67,7 +67,8 @@ def catch_up(all_gather: Callable[[int], Sequence[int]], meet: Callable[[], int]
         meet: makes a rendezvous of this process with itself, and returns the number that the next one will have.
 
     Raises:
-        TrainingError: `meet` has gone past that number, or does not reach it.
+        TrainingError: on all ranks, if `meet` has gone past that number on a rank, or does not reach it. A process that
+            was interrupted between the numbers of one rendezvous is at an odd distance.
     """
     next_number = meet()
     call_count = 1
@@ -75,11 +76,11 @@ def catch_up(all_gather: Callable[[int], Sequence[int]], meet: Callable[[], int]
     while next_number < target and call_count < _MAX_CATCH_UP:
         next_number = meet()
         call_count += 1
-    if next_number != target:
+    numbers = sorted(set(all_gather(next_number)))
+    if len(numbers) > 1:
         raise TrainingError(
-            f"the rendezvous of GPU memory between this rank and the others have different numbers: {next_number} and "
-            f"{target} after {call_count} steps; set --resilience.keep_seconds=0, with which each recovery starts new "
-            "processes"
+            f"the rendezvous of GPU memory have different numbers on different ranks: {', '.join(map(str, numbers))}; "
+            "new processes begin at 0. Set --resilience.keep_seconds=0 if that happens in each recovery"
         )
     return call_count
 

@@ -213,8 +213,8 @@ def _keep_layers(estimate: StepEstimate, gpus: int) -> StepEstimate:
     if kept_layers <= scenario.config.parallel.zero3_keep_layers:
         return estimate
     config = _change(scenario.config, "parallel", zero3_keep_layers=kept_layers)
-    kept = estimate_step(scenario.with_config(config))
-    return min(estimate, kept, key=lambda item: item.seconds)
+    kept_estimate = estimate_step(scenario.with_config(config))
+    return min(estimate, kept_estimate, key=lambda item: item.seconds)
 
 
 def count_gpus(gpus: int) -> str:

@@ -21,7 +21,7 @@ from megascale.resilience.agent.agent import Agent
 from megascale.resilience.agent.trainers import TrainerProcess
 from megascale.resilience.driver.telemetry.agent_server import AgentServer
 from megascale.resilience.protocol import agent_channel
-from megascale.resilience.protocol.agent_messages import Hello, StartFailed, Stopped
+from megascale.resilience.protocol.agent_messages import Hello, Start, StartFailed, Stopped
 from megascale.resilience.protocol.heartbeat import Heartbeat
 from megascale.resilience.protocol.job_description import JobDescription, write_job
 
@@ -225,3 +225,14 @@ def test_an_agent_reports_how_long_killed_ranks_delay_a_stop(
     assert isinstance(stopped, Stopped)
     assert stopped.order == 7
     assert (stopped.exit_seconds > 0.005) is (how == "kill")
+
+
+def test_a_start_next_to_ranks_that_still_train_is_refused(tmp_path, monkeypatch):
+    async def scene(driver: Driver, agent: Agent, rank: TrainerProcess, life: asyncio.Task[None]) -> None:
+        monkeypatch.setattr(agent.trainers, "has_active_ranks", lambda: False)  # which refuses this start before
+        order = Start(epoch=1, attempt=3, job="job", ranks=(0,), world=1, master=("127.0.0.1", 1), settings="")
+        refusal, errno = await agent._start_trainers(order)
+        assert refusal == "attempt 3 cannot start: of 1 processes of the attempt before, 1 still train"
+        assert errno == 0
+
+    play(tmp_path, monkeypatch, scene)

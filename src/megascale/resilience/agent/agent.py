@@ -25,7 +25,7 @@ from megascale.core.failure import find_errno, keep_running, log_failure
 from megascale.core.python_process import disable_bytecode_cache, module_command
 from megascale.core.stopwatch import Stopwatch
 from megascale.core.terminal import keep_working, termination_signals
-from megascale.errors import MegascaleError, missing_extra
+from megascale.errors import MegascaleError, TrainingError, missing_extra
 from megascale.observe.hang.evidence import collect_evidence
 from megascale.observe.hang.scene import Scene, pack_evidence
 from megascale.resilience.agent import node_metrics
@@ -296,6 +296,8 @@ class Agent:
             return f"could not start the trainers: {error}", find_errno(error)
         except ModuleNotFoundError as error:
             return f"could not start the trainers: {missing_extra(error) or error}", 0
+        except TrainingError as error:
+            return str(error), 0
         if not order.prepares:
             self.state = order.state
             self.telemetry.follow_attempt(order)
