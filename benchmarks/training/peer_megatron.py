@@ -7,6 +7,7 @@ without it Megatron's own, given torch's fused attention and a norm that sequenc
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -398,6 +399,11 @@ def drop_graphs() -> None:
         step_graphs.FullCudaGraphWrapper(None).reset_cuda_graph()
     layer_graphs = sys.modules.get("megatron.core.transformer.cuda_graphs")
     if layer_graphs is not None:
+        # `delete_cuda_graphs` sees only runners without graphs: Megatron-Core empties its record when it has made them.
+        for runner in gc.get_objects():
+            if isinstance(runner, layer_graphs._CudaGraphRunner):
+                runner.fwd_graph = None
+                runner.bwd_graph = None
         layer_graphs.delete_cuda_graphs()
 
 

@@ -37,26 +37,26 @@ def count_replays(schedule: Schedule, stage: int) -> int:
     return most
 
 
-def test_the_first_stage_of_1f1b_captures_while_the_first_micro_batch_is_in_flight():
+def test_stages_of_a_pipeline_capture_before_the_step():
     schedule = build_1f1b(2, 4)
     first = plan_data_parallel(schedule[0])
-    assert first.overlaps_eager
+    assert first.precedes_step
     assert first.captures == (PlannedCapture(0, 1, flight_index=0), PlannedCapture(0, 2, flight_index=1))
     last = plan_data_parallel(schedule[1])  # each backward follows its forward at once
-    assert not last.overlaps_eager
+    assert last.precedes_step  # a capture during the step would wait for transfers with the first stage
     assert last.captures == (PlannedCapture(0, 1, flight_index=0),)
 
 
 def test_one_stage_has_no_eager_micro_batch_in_flight():
     plan = plan_data_parallel(build_1f1b(1, 4)[0])
-    assert not plan.overlaps_eager
+    assert not plan.precedes_step
     assert len(plan.captures) == 1
 
 
 def test_without_eager_micro_batches_the_first_backward_has_a_capture_of_its_own():
     actions = build_1f1b(2, 4)[0]
     plan = plan_captures(actions, find_boundaries(actions), lambda chunk, i: True)
-    assert not plan.overlaps_eager
+    assert plan.precedes_step
     assert [(item.microbatch, item.flight_index) for item in plan.captures] == [(0, 0), (1, 1), (2, 0)]
 
 
@@ -65,14 +65,14 @@ def test_without_eager_micro_batches_the_first_backward_has_a_capture_of_its_own
 def test_every_replay_of_an_interleaved_schedule_has_a_capture(microbatches, stage):
     schedule = build_interleaved_1f1b(4, 2, microbatches)
     plan = plan_data_parallel(schedule[stage])
-    assert plan.overlaps_eager == bool(plan.captures)
+    assert plan.precedes_step == bool(plan.captures)
     indices = [item.flight_index for item in plan.captures]
     assert max(indices) + 1 == count_replays(schedule, stage)
     assert len(set(plan.captures)) == len(plan.captures)
 
 
 def test_two_micro_batches_are_both_eager():
-    assert plan_data_parallel(build_1f1b(2, 2)[0]) == CapturePlan((), overlaps_eager=False)
+    assert plan_data_parallel(build_1f1b(2, 2)[0]) == CapturePlan((), precedes_step=False)
 
 
 def test_boundaries():

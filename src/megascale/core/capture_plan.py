@@ -84,11 +84,12 @@ class CapturePlan:
 
     Attributes:
         captures: the captures in the order in which a step first replays them.
-        overlaps_eager: whether an eager micro-batch is in flight when a step first replays one of the captures.
+        precedes_step: whether the captures must be made before the step's first forward: the stage communicates with
+            other stages, or an eager micro-batch is in flight when a step first replays one of the captures.
     """
 
     captures: tuple[PlannedCapture, ...]
-    overlaps_eager: bool
+    precedes_step: bool
 
 
 def plan_captures(
@@ -104,6 +105,8 @@ def plan_captures(
     flight_indices: dict[tuple[int, int], int] = {}  # of replayed micro-batches in flight
     captures: dict[tuple[int, int, bool], PlannedCapture] = {}
     overlaps_eager = False
+    # A capture may free memory, and the device then waits for all its transfers. Two stages would wait for each other.
+    has_transfers = any(kind.is_send or kind.is_receive for kind, _, _ in actions)
     for kind, chunk, i in actions:
         if kind == ActionKind.BACKWARD:
             eager.discard((chunk, i))
@@ -118,4 +121,5 @@ def plan_captures(
             if key not in captures:
                 captures[key] = PlannedCapture(chunk, i, flight_index)
                 overlaps_eager = overlaps_eager or bool(eager)
-    return CapturePlan(tuple(captures.values()), overlaps_eager)
+    precedes_step = bool(captures) and (has_transfers or overlaps_eager)
+    return CapturePlan(tuple(captures.values()), precedes_step)

@@ -14,10 +14,14 @@ The exchange of a tensor- or context-parallel group reaches across such cuts. Wi
 of each chunk therefore run eagerly: the first one of a step, since parameters are still being gathered, and the last
 one, since buckets are reduced during its backward.
 
-A chunk is captured when a replay first needs it. In a pipeline an eager micro-batch may then be in flight, and its
-graph in autograd keeps the nodes alive that accumulate gradients of parameters. A capture would use the same nodes.
-They stand on the main stream, for which a captured stream cannot wait. If the schedule has such a micro-batch, all
-captures of a step (core/capture_plan.py) are therefore made before its first forward, when nothing is in flight.
+Without a pipeline a chunk is captured when a replay first needs it. In a pipeline all captures of a step
+(core/capture_plan.py) are made before its first forward, when nothing is in flight:
+
+- A capture frees cached memory, for which the device waits for all its work. A send or receive may wait for a peer that
+  waits in the same way.
+- An eager micro-batch may be in flight, and its graph in autograd keeps the nodes alive that accumulate gradients of
+  parameters. A capture would use the same nodes. They stand on the main stream, for which a captured stream cannot
+  wait.
 """
 
 from __future__ import annotations
@@ -168,7 +172,7 @@ class ChunkGraphs:
         if self._plan.captures and not self._captures:
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()  # captures cannot use the cached memory of eager micro-batches
-            if self._plan.overlaps_eager:
+            if self._plan.precedes_step:
                 self._capture_plan()
             if self.failure:
                 return EagerRunner(forward, self._runtime.weight_gradients)
