@@ -10,6 +10,8 @@ data of all remaining ranks. zero2 and zero3 are data parallelism with that valu
 follow; a case that takes longer than CASE_SECONDS ends the script with all stacks. The groups of a pipeline depend on
 the number of chunks per stage. A case with another number than the first one needs a call of its own.
 
+With --early the captures of a step are made before its first forward, as in a pipeline.
+
 Every case trains some steps of a small model twice from the same start, eagerly and replayed: losses, gradient norms
 and weights must be the same bits. Then the milliseconds of a step each way, until the host has launched it and until
 the device is done. It ends with 1 if anything differs or could not be captured.
@@ -19,14 +21,19 @@ from __future__ import annotations
 
 import faulthandler
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 
 from megascale import config as configuration
 from megascale.bench.measured_steps import join_groups
 from megascale.core.batch import NO_FIELDS, SampleFields
+from megascale.core.capture_plan import CapturePlan
+from megascale.parallel import chunk_graphs
 from megascale.rendezvous.groups import shutdown
 from tests.gpu.command_line import check_names, make_parser, require_gpu
 from tests.gpu.small_steps import train
@@ -173,12 +180,25 @@ def _count_chunks(name: str) -> int:
     return int(parallel.get("virtual_stages", 1))
 
 
+@contextmanager
+def captures_precede_step() -> Iterator[None]:
+    """Make the captures of a step before its first forward, as in a pipeline."""
+    plan_captures = chunk_graphs.plan_captures
+
+    def plan_early(*arguments: Any) -> CapturePlan:
+        return replace(plan_captures(*arguments), precedes_step=True)
+
+    with mock.patch.object(chunk_graphs, "plan_captures", plan_early):
+        yield
+
+
 def main() -> int:
     """The table; 1 if anything differs."""
     wrong = 0
     parser = make_parser(__doc__)
     parser.add_argument("axes", nargs="?", default="", help="axes of several processes, such as 'pipeline data'")
     parser.add_argument("cases", nargs="*", help=f"default: those of the axes; all: {'; '.join(CASES)}")
+    parser.add_argument("--early", action="store_true", help="capture before the first forward of a step")
     arguments = parser.parse_args()
     axes = arguments.axes.split()
     check_names("axes", axes, AXES)
@@ -200,7 +220,8 @@ def main() -> int:
             global_batch = find_global_batch(name, location.world, axes)
             eager = train(tree_of(parts, "off", axes, global_batch), STEPS, TIMED, {}, location, groups, fields)
             tree = tree_of(parts, "on", axes, global_batch)
-            graphs = train(tree, STEPS, TIMED, eager.attention, location, groups, fields)
+            with captures_precede_step() if arguments.early else nullcontext():
+                graphs = train(tree, STEPS, TIMED, eager.attention, location, groups, fields)
         except Exception as error:  # the others are still of interest
             print(f"{name:34} {type(error).__name__}: {str(error).strip().splitlines()[0]}", flush=True)
             wrong += 1

@@ -344,6 +344,8 @@ class ChunkGraphs:
             with ExitStack() as stack:
                 stack.enter_context(self._set_overwrites(chunk, overwrites))
                 stack.enter_context(_no_garbage_collection())
+                # Autograd's own thread could not end a graph that this thread has begun.
+                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 if self._unit_cuts is None:
                     stack.enter_context(_without_gathers(self._buffers[chunk].module))
                 elif not isinstance(pool, HostCapturePool):
