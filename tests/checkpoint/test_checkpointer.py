@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +45,17 @@ def test_a_state_is_due_at_its_intervals(
     without_end = settings | {"at_end": False}
     checkpointer.config = checkpointer.config.model_copy(update=without_end)
     assert (checkpointer.choose_save_target(1) == "storage") == (interval > 0)
+
+
+def test_a_state_of_running_ranks_is_saved_once_in_the_foreground(tmp_path: Path) -> None:
+    """Before the first commit of a run, ranks that stay have the newest state. The next save is due at its interval."""
+    live = replace(make(tmp_path).keep_state(attempt=1), step=50, state={"step": 50})
+    checkpointer = make(tmp_path, interval=100)
+    assert checkpointer.load(live=live) == {"step": 50}
+    assert checkpointer.loaded_from == "running ranks"
+    assert checkpointer.choose_save_target(51) == "storage"
+    assert checkpointer.save(51, {"step": 51})
+    assert [checkpointer.choose_save_target(step) for step in (52, 100)] == [None, "storage"]
 
 
 def test_a_save_in_the_foreground_is_reported_once(tmp_path: Path) -> None:

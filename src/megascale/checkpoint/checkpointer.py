@@ -363,6 +363,7 @@ class Checkpointer:
             seconds = time.monotonic() - start_time
             outcome = SaveOutcome(step, committed=self.peers.rank == 0, bytes=size, stall=seconds, seconds=seconds)
             self._foreground_outcomes.append(outcome)
+            self._saves_first_step = False
             return True
         has_begun = self._open_snapshots().start(step, state, persist=persist, wait=wait)
         if has_begun and persist:

@@ -18,7 +18,7 @@ from megascale.services.shared_token import NONCE_BYTES, secrets_equal
 
 # Increase the version with each change of a frame, a greeting or a message. Ends with different versions refuse each
 # other.
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 HEAD = struct.Struct(">2sBBIQ")  # in the order of the module's docstring
 GREETING_BYTES = HEAD.size + NONCE_BYTES
 SEAL_BYTES = 16  # of the HMAC's 32 bytes

@@ -1,8 +1,8 @@
-"""`python -m tests.chaos restarts`: a run that is killed again and again, beside the same run left alone.
+"""`python -m tests.chaos restarts`: compare a run that is killed repeatedly with an undisturbed run.
 
-Each attempt is a real `megascale train`; its processes are ended with SIGKILL at a random moment of start-up, of a step
-or of a save, and the same command is started again, with --layout sometimes in another layout. In the end losses,
-ledger and weights are compared with the undisturbed run's: bit for bit where the layout stayed the same.
+Each attempt is a real `megascale train`. SIGKILL ends its processes at a random moment of a start, a step or a save.
+The same command then starts again, with --layout sometimes in another layout. At the end losses, ledger and weights
+are compared with those of the undisturbed run: bit for bit if the layout stayed the same.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,22 +31,22 @@ from megascale.config import Config
 from megascale.core import strict_json
 from megascale.errors import TrainingError
 
-# Shares of kills: during start-up; of one rank alone where there are several.
-_EARLY, _ONE_RANK = 0.15, 0.25
-# Seconds without a new step after which a start counts as stuck.
-_GRACE_PERIOD = 300.0
+_EARLY = 0.15  # share of kills during the start
+_ONE_RANK = 0.25  # share of kills that end one rank, if there are several
+_GRACE_PERIOD = 300.0  # seconds without a new step after which a run counts as hanging
+_END_SECONDS = 60.0  # for a run to end after a kill
 
 
 @dataclass
 class Attempt:
-    """One start that was killed (or, the last one, finished).
+    """One start of the run, which was killed, or has finished.
 
     Attributes:
-        layout: keys of [parallel] it ran with.
-        victim: "all", "rank N" or "" for the one that finished.
-        step: steps on record when it died.
-        resumed, source: the step it went on from and where that state came from.
-        first_step: seconds from the start to its first step on record, None if it made none.
+        layout: keys of [parallel].
+        victim: "all", "rank N", or "" for the start that has finished.
+        step: recorded steps at its end.
+        resumed, source: step from which it resumed, and where that state came from.
+        first_step: seconds from the start to its first recorded step, None without such a step.
     """
 
     layout: dict[str, Any]
@@ -58,7 +59,7 @@ class Attempt:
 
 @dataclass
 class Comparison:
-    """The disturbed run against the calm one: all zero and true if they are the same bit for bit."""
+    """Differences between the killed and the undisturbed run: all zero and true if they are equal bit for bit."""
 
     steps: int
     loss: float
@@ -78,17 +79,16 @@ def restarts(
     kills: int = typer.Option(10, min=1, help="How often the run is killed."),
     steps: int = typer.Option(40, min=2, help="Steps of the run."),
     layout: list[str] = typer.Option(
-        [], help="Another layout to go on in at times, such as tensor=1,pipeline=2,data=2; may be repeated."
+        [], help="Further layout for some starts, such as tensor=1,pipeline=2,data=2; may be repeated."
     ),
     memory: bool = typer.Option(True, help="Copy every step to host memory; else save every fifth step to storage."),
     within: float = typer.Option(1e-3, help="With --layout: exit 1 if a loss differs by more than this, relatively."),
-    seed: int = typer.Option(0, help="Of the kills."),
+    seed: int = typer.Option(0, help="Seed of the kills."),
     out: Path = typer.Option(Path("bench-restarts.json"), help="JSON file for the metrics."),
 ) -> None:
     """Kill a training run at random moments, restart it, and compare it with an undisturbed one.
 
-    Any setting can be given as --section.key=value. Exit 1 if losses, ledger or weights differ. Runs leave nothing
-    behind.
+    Any setting can be given as --section.key=value. Exit 1 if losses, ledger or weights differ. The runs are removed.
 
     Example: python -m tests.chaos restarts examples/stdlib-3d.toml --kills 20
 
@@ -108,24 +108,21 @@ def restarts(
     with temporary_folder() as folder, Progress(transient=True) as progress:
         configs = [_prepared(config, keys, steps, memory, folder) for keys in layouts]
         for item in configs:
-            lay_out(item, count_processes(item, api.visible_gpus()))  # all are checked before the first one trains
+            lay_out(item, count_processes(item, api.visible_gpus()))  # check all before the first one trains
         bar = progress.add_task("undisturbed", total=steps)
         calm = RestartedRun(configs[0], "calm")
-        calm.start()
-        while calm.process.poll() is None:
-            progress.update(bar, completed=calm.steps())
-            time.sleep(0.1)
+        calm.attempt(None, 0.0, report=lambda step: progress.update(bar, completed=step))
         calm.must_have_finished()
         progress.reset(bar, description="killed 0 times")
-        dice = random.Random(seed)
+        rng = random.Random(seed)
         killed = RestartedRun(configs[0], "killed")
         attempts: list[Attempt] = []
         while (done := killed.steps()) < steps:
             progress.update(bar, completed=done, description=f"killed {len(attempts)} times")
             last = len(attempts) == kills
-            chosen = 0 if last or len(configs) == 1 else dice.randrange(len(configs))
+            chosen = 0 if last or len(configs) == 1 else rng.randrange(len(configs))
             killed.config = configs[chosen]
-            attempts.append(killed.attempt(None if last else dice, (steps - done) / (kills + 1 - len(attempts))))
+            attempts.append(killed.attempt(None if last else rng, (steps - done) / (kills + 1 - len(attempts))))
             if last:
                 killed.must_have_finished()
                 break
@@ -137,14 +134,14 @@ def restarts(
     limit = within if layout else 0.0
     if not result.ledger or result.loss > limit or result.steps != steps or (not layout and result.weights):
         raise TrainingError(
-            f"the killed run is not the undisturbed one: {result.steps} of {steps} steps, losses apart by "
-            f"{result.loss:.1e}, weights by {result.weights:.1e}, ledger {'equal' if result.ledger else 'DIFFERENT'}; "
+            f"the killed run differs from the undisturbed one: {result.steps} of {steps} steps, difference of losses "
+            f"{result.loss:.1e}, of weights {result.weights:.1e}, ledger {'equal' if result.ledger else 'DIFFERENT'}; "
             f"see {out}"
         )
 
 
 class RestartedRun:
-    """One run folder and the processes that train in it."""
+    """Run folder, and the processes that train in it."""
 
     def __init__(self, config: Config, name: str) -> None:
         self.config, self.name = config, name
@@ -152,7 +149,7 @@ class RestartedRun:
         self.log = Path(config.train.runs) / f"{name}.log"
 
     def start(self) -> None:
-        """Begin, or go on."""
+        """Start the run, or resume it."""
         file = Path(self.config.train.runs) / f"{self.name}.toml"
         self.config.write(file)
         command = [sys.executable, "-m", "megascale.cli.main", "train", str(file), f"--train.name={self.name}"]
@@ -160,7 +157,7 @@ class RestartedRun:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
     def steps(self) -> int:
-        """The last step on record, 0 before there is one."""
+        """Return the last recorded step, 0 before the first."""
         file = self.folder / "metrics.jsonl"
         lines = file.read_bytes().splitlines() if file.exists() else []
         for line in reversed(lines[-3:]):
@@ -170,40 +167,55 @@ class RestartedRun:
                 continue  # the line is being written
         return 0
 
-    def attempt(self, dice: random.Random | None, pace: float) -> Attempt:
-        """Start, and with `dice` kill at a random moment, on average `pace` steps on."""
+    def attempt(self, rng: random.Random | None, pace: float, report: Callable[[int], None] | None = None) -> Attempt:
+        """Start the run, and with `rng` kill it at a random moment, on average after `pace` steps.
+
+        Args:
+            report: called with each new step.
+
+        Raises:
+            TrainingError: the run hangs, or has ended with an error before it was killed.
+        """
         result = Attempt(self.config.parallel.model_dump(exclude_none=True))
         resumed_before = self._resumes()
         begun = newest = self.steps()
         started = time.monotonic()
-        goal = begun + round(dice.uniform(0.0, 2.0 * pace)) if dice is not None else sys.maxsize
-        early = dice is not None and dice.random() < _EARLY
+        goal = begun + round(rng.uniform(0.0, 2.0 * pace)) if rng is not None else sys.maxsize
+        early = rng is not None and rng.random() < _EARLY
         deadline = time.monotonic() + _GRACE_PERIOD
         self.start()
         try:
             if early:
-                assert dice is not None
-                time.sleep(dice.uniform(0.0, 5.0))
+                assert rng is not None
+                time.sleep(rng.uniform(0.0, 5.0))
             while not early and self.process.poll() is None and time.monotonic() < deadline:
-                local = self.steps()
-                if local != newest:
-                    newest = local
+                step = self.steps()
+                if step != newest:
+                    newest = step
                     deadline = time.monotonic() + _GRACE_PERIOD
-                if local != begun and result.first_step is None:
+                    if report is not None:
+                        report(step)
+                if step != begun and result.first_step is None:
                     result.first_step = time.monotonic() - started
-                if result.first_step is not None and local >= goal:
+                if result.first_step is not None and step >= goal:
                     break
                 time.sleep(0.02)
             if time.monotonic() >= deadline:
                 raise TrainingError(
                     f"run {self.name} has made no step after step {newest} in {_GRACE_PERIOD:g} s: {self._read_end()}"
                 )
-            if dice is not None and self.process.poll() is None:
-                time.sleep(dice.uniform(0.0, 0.3))  # somewhere in a step or a save
-                result.victim = self._kill(dice)
-        finally:
-            self._end()
-        if dice is not None and not result.victim and self.process.returncode:
+            if rng is not None and self.process.poll() is None:
+                time.sleep(rng.uniform(0.0, 0.3))  # a moment of a step or a save
+                result.victim = self._kill(rng)
+        except BaseException:
+            self._end(0.0)
+            raise
+        if not self._end(_END_SECONDS):
+            raise TrainingError(
+                f"run {self.name} has not ended {_END_SECONDS:g} s after the kill of {result.victim or 'no rank'}: "
+                f"{self._read_end()}"
+            )
+        if rng is not None and not result.victim and self.process.returncode:
             raise TrainingError(
                 f"run {self.name} ended with {self.process.returncode} before it was killed: {self._read_end()}"
             )
@@ -217,33 +229,41 @@ class RestartedRun:
         records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         return [r for r in records if r["event"] == "resumed"]
 
-    def _kill(self, dice: random.Random) -> str:
+    def _kill(self, rng: random.Random) -> str:
         from megascale.core.status import read_status
 
         result = [read_status(p) for p in sorted((self.folder / "status").glob("rank-*.status"))]
         children = _children(self.process.pid)
         ranks = [s for s in result if s is not None and s.pid in children]
-        if ranks and dice.random() < _ONE_RANK:
-            victim = dice.choice(ranks)
+        if ranks and rng.random() < _ONE_RANK:
+            victim = rng.choice(ranks)
             os.kill(victim.pid, signal.SIGKILL)
             return f"rank {victim.rank}"
-        self.process.kill()  # the ranks die with the one that started them
+        self.process.kill()  # the kernel ends the ranks with it
         return "all"
 
-    def _end(self) -> None:
-        """Leave none of this attempt's processes."""
+    def _end(self, grace_period: float) -> bool:
+        """Wait at most `grace_period` seconds for the end of this attempt, then kill its processes.
+
+        Returns:
+            Whether the attempt has ended by itself.
+        """
         ranks = _children(self.process.pid) if self.process.poll() is None else []
+        has_ended = True
         try:
-            self.process.wait(60)
+            self.process.wait(grace_period)
+        except subprocess.TimeoutExpired:
+            has_ended = False
         finally:
             self.process.kill()
             self.process.wait()
         deadline = time.monotonic() + 30
         while any(_alive(pid) for pid in ranks) and time.monotonic() < deadline:
             time.sleep(0.02)
+        return has_ended
 
     def must_have_finished(self) -> None:
-        """TrainingError with what was said last if the run ended badly."""
+        """Raise TrainingError with the last lines of the log if the run has failed."""
         if self.process.wait() != 0:
             raise TrainingError(f"run {self.name} ended with {self.process.returncode}: {self._read_end()}")
 
@@ -282,7 +302,7 @@ def _prepared(config: Config, parallel: dict[str, Any], steps: int, memory: bool
 
 
 def compare(calm: Path, killed: Path) -> Comparison:
-    """Two finished run folders, the second against the first."""
+    """Return the differences between the folders of two finished runs."""
     from benchmarks.training.layouts import relative
     from megascale.train.restore import restore_engine
 
@@ -330,7 +350,7 @@ def _show(record: dict[str, Any], result: Comparison) -> None:
     killed = [a for a in result.attempts if a.victim]
     table = Table(title=f"{record['file']}: {len(killed)} kills in {result.steps} steps", show_header=False)
     victims = Counter("one rank" if a.victim.startswith("rank") else "all ranks" for a in killed)
-    # Started, but killed before it had read any state: it lost nothing, and the next one tells what it cost.
+    # A start that was killed before it had read a state has lost nothing.
     began = [a for a in result.attempts if a.resumed or a.first_step is not None]
     sources = Counter(a.source for a in began)
     sources["killed before that"] = len(result.attempts) - len(began)
@@ -339,12 +359,12 @@ def _show(record: dict[str, Any], result: Comparison) -> None:
     layouts = len({strict_json.dumps(a.layout, sort_keys=True) for a in result.attempts})
     for name, value in {
         "killed": ", ".join(f"{subject} {count}" for subject, count in victims.items()),
-        "went on from": ", ".join(f"{origin} {count}" for origin, count in sources.items() if count),
+        "resumed from": ", ".join(f"{origin} {count}" for origin, count in sources.items() if count),
         "layouts": str(layouts),
-        "steps trained again": f"{sum(lost)} in all, at most {max(lost, default=0)} a kill",
+        "steps trained again": f"{sum(lost)} in total, at most {max(lost, default=0)} per kill",
         "start to first step": f"median {statistics.median(waits):.1f} s" if waits else "-",
-        "losses apart": f"{result.loss:.1e}" if result.loss else "not at all",
-        "weights apart": f"{result.weights:.1e}" if result.weights else "not at all",
+        "difference of losses": f"{result.loss:.1e}",
+        "difference of weights": f"{result.weights:.1e}",
         "ledger": "equal" if result.ledger else "DIFFERENT",
     }.items():
         table.add_row(name, value)

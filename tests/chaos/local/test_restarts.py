@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from megascale.config import from_tree
 from megascale.errors import TrainingError
 from tests.chaos.faults.site import equal_weights
 from tests.chaos.kubernetes.scale import list_missed_targets
+from tests.chaos.local import restarts
 from tests.chaos.local.restarts import RestartedRun
 
 
@@ -19,6 +22,33 @@ def test_a_start_that_ends_before_its_kill_is_an_error(tmp_path: Path) -> None:
     config = from_tree({"train": {"runs": str(tmp_path), "device": "cpu"}, "data": {"train": [str(tmp_path / "none")]}})
     with pytest.raises(TrainingError, match=r"run first ended with 4 before it was killed: .*none"):
         RestartedRun(config, "first").attempt(random.Random(1), pace=5.0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("_GRACE_PERIOD", r"run first has made no step after step 0 in 0 s: started"),
+        ("_END_SECONDS", r"run first has not ended 0 s after the kill of rank 1: started"),
+    ],
+)
+def test_a_run_that_hangs_is_named_and_ended(
+    setting: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class HangingRun(RestartedRun):
+        def start(self) -> None:
+            self.log.write_text("started\n")
+            self.process = subprocess.Popen(["sleep", "600"])
+
+        def _kill(self, rng: random.Random) -> str:
+            return "rank 1"  # the other processes do not end after it
+
+    monkeypatch.setattr(restarts, setting, 0.0)
+    monkeypatch.setattr(restarts, "_EARLY", float(setting == "_END_SECONDS"))
+    monkeypatch.setattr(restarts.time, "sleep", lambda seconds: None)
+    run = HangingRun(from_tree({"train": {"runs": str(tmp_path), "device": "cpu"}}), "first")
+    with pytest.raises(TrainingError, match=message):
+        run.attempt(random.Random(1), pace=5.0)
+    assert run.process.returncode == -signal.SIGKILL
 
 
 def test_models_without_tensors_are_not_equal() -> None:

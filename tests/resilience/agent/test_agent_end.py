@@ -227,6 +227,22 @@ def test_an_agent_reports_how_long_killed_ranks_delay_a_stop(
     assert (stopped.exit_seconds > 0.005) is (how == "kill")
 
 
+def test_an_agent_reports_that_sigkill_does_not_end_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(driver: Driver, agent: Agent, rank: TrainerProcess, life: asyncio.Task[None]) -> None:
+        async def fail_to_stop(*arguments: object, **options: object) -> str:
+            return "SIGKILL has not ended rank 0 (process 7)"
+
+        monkeypatch.setattr(agent.trainers, "stop", fail_to_stop)
+        driver.channels[0].send_message(do="stop", epoch=1, order=7, how="kill", grace_period=1.0)
+        await wait_until(lambda: driver.messages)
+        agent.end_requested.set()
+
+    (stopped,) = play(tmp_path, monkeypatch, scene).messages
+    assert isinstance(stopped, Stopped)
+    assert (stopped.order, stopped.port) == (7, 0)
+    assert stopped.problem == "SIGKILL has not ended rank 0 (process 7)"
+
+
 def test_a_start_next_to_ranks_that_still_train_is_refused(tmp_path, monkeypatch):
     async def scene(driver: Driver, agent: Agent, rank: TrainerProcess, life: asyncio.Task[None]) -> None:
         monkeypatch.setattr(agent.trainers, "has_active_ranks", lambda: False)  # which refuses this start before

@@ -2,68 +2,157 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megascale.config import ResilienceConfig
 from megascale.core.failure import describe_exit
+from megascale.errors import TrainingError
 from megascale.resilience.agent import attach
-from megascale.resilience.agent.node_folder import record_agent_process
+from megascale.resilience.agent.node_folder import find_agent, record_agent_process
 from megascale.resilience.protocol import job_description
 from megascale.resilience.protocol.job_description import JobDescription, read_job, to_record, write_job
-from tests.conftest import POLL_INTERVAL
 
 JOB = JobDescription("job", 1, ("127.0.0.1", 1), ResilienceConfig())
 TOKEN = b"t" * 64
 
 
-def is_awaited(file: Path) -> bool:
-    """Return whether a thread or process waits for the lock of a file."""
-    inode = f":{file.stat().st_ino}"
-    lines = Path("/proc/locks").read_text().splitlines()
-    return any("->" in line and any(field.endswith(inode) for field in line.split()) for line in lines)
+def make_request(do: str, folder: Path) -> dict[str, Any]:
+    job = {"job": to_record(JOB), "token": TOKEN.decode(), "marker": "", "address": "127.0.0.1", "interface": ""}
+    return job | {"do": do, "node": "n0", "folder": str(folder)}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/locks")
-def test_a_request_to_end_waits_for_a_request_to_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The connection of the request to start may have broken before its agent was recorded."""
+@pytest.fixture
+def node_folder(tmp_path: Path) -> Path:
+    """Folder of node n0 of a job."""
     folder = tmp_path / "n0"
-    folder.mkdir()
+    folder.mkdir(0o700)
     write_job(folder, JOB, TOKEN)
-    request = {"do": "end", "node": "n0", "folder": str(tmp_path), "job": to_record(JOB)}
-    agent = subprocess.Popen(["sleep", "600"])
-    reaper = threading.Thread(target=agent.wait)  # a killed child has ended when its parent has read its status
-    end = threading.Thread(target=attach.serve_request, args=(request,))
-    lock_file = folder / "attach.lock"
-    try:
-        with open(lock_file, "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            end.start()
-            deadline = time.monotonic() + 30
-            while end.is_alive() and not is_awaited(lock_file):
-                assert time.monotonic() < deadline
-                time.sleep(POLL_INTERVAL)
-            record_agent_process(folder, agent.pid)
-            reaper.start()
-        end.join()
-        assert agent.poll() is not None, "the agent that was being started still runs"
-        assert json.loads(capsys.readouterr().out) == {"ended": True}
-    finally:
-        agent.kill()
-        agent.wait()
+    return folder
 
 
-def test_a_node_without_a_folder_has_no_agent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    attach.serve_request({"do": "end", "node": "n0", "folder": str(tmp_path), "job": to_record(JOB)})
-    assert json.loads(capsys.readouterr().out) == {"ended": True}
+@pytest.fixture
+def agent() -> Iterator[subprocess.Popen[bytes]]:
+    """Process that stands for an agent. It is reaped at once, as by its parent."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        reaper = threading.Thread(target=process.wait)
+        reaper.start()
+        yield process
+        process.kill()
+        reaper.join()
+
+
+def test_a_request_to_end_waits_for_a_request_to_start(
+    node_folder: Path,
+    agent: subprocess.Popen[bytes],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The connection of the request to start may have broken before its agent was recorded."""
+    flock = fcntl.flock
+    is_waiting = threading.Event()
+
+    def observe_lock(file: int, operation: int) -> None:
+        try:
+            flock(file, operation)
+        except BlockingIOError:
+            is_waiting.set()
+            raise
+
+    with open(node_folder / "attach.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        monkeypatch.setattr(fcntl, "flock", observe_lock)
+        end = threading.Thread(target=attach.serve_request, args=(make_request("end", node_folder.parent),))
+        end.start()
+        assert is_waiting.wait(30)
+        record_agent_process(node_folder, agent.pid)
+    end.join()
+    assert agent.poll() is not None, "the agent that was being started still runs"
+    assert json.loads(capfd.readouterr().out) == {"ended": True}
+
+
+def test_the_wait_for_an_earlier_request_has_a_limit(node_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attach, "_LOCK_SECONDS", 0.0)
+    with open(node_folder / "attach.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(TrainingError, match=r"has .*attach\.lock locked for over 0 s; `fuser`"):
+            attach.serve_request(make_request("end", node_folder.parent))
+
+
+@pytest.mark.parametrize("do", ["end", "start"])
+def test_a_request_whose_connection_broke_while_it_waited_changes_nothing(
+    do: str, node_folder: Path, agent: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later request may have started the agent meanwhile."""
+    record_agent_process(node_folder, agent.pid)
+    reading_end, writing_end = os.pipe()
+    os.close(reading_end)
+    with open(writing_end, "w") as answers:
+        monkeypatch.setattr(sys, "stdout", answers)
+        with pytest.raises(ConnectionError, match="has broken"):
+            attach.serve_request(make_request(do, node_folder.parent))
+    assert find_agent(node_folder) == agent.pid
+
+
+def test_an_agent_ends_on_a_disk_that_has_become_read_only(
+    node_folder: Path,
+    agent: subprocess.Popen[bytes],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    record_agent_process(node_folder, agent.pid)
+    (node_folder / "attach.lock").touch()
+    open_file = os.open
+
+    def open_read_only(path: Path, flags: int, *arguments: int) -> int:
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return open_file(path, flags, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", open_read_only)
+        attach.serve_request(make_request("end", node_folder.parent))
+    assert agent.poll() is not None
+    assert json.loads(capfd.readouterr().out) == {"ended": True}
+
+
+@pytest.mark.parametrize("do", ["end", "watch", "start"])
+def test_an_agent_whose_record_is_unreadable_does_not_count_as_ended(do: str, node_folder: Path) -> None:
+    """Its ranks would be started a second time on another node."""
+    (node_folder / "agent.json").mkdir()  # as a failed disk, this raises OSError
+    with pytest.raises(IsADirectoryError):
+        attach.serve_request(make_request(do, node_folder.parent))
+
+
+def test_an_agent_without_a_record_is_ended(
+    node_folder: Path, agent: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next request would start a second agent next to it."""
+
+    def fail_to_record(folder: Path, pid: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "agent.json"))
+
+    monkeypatch.setattr(attach, "_start_agent", lambda *arguments, **options: agent)
+    monkeypatch.setattr(attach, "record_agent_process", fail_to_record)
+    with pytest.raises(OSError, match="No space left"):
+        attach.serve_request(make_request("start", node_folder.parent))
+    assert agent.wait(30) == -signal.SIGKILL
+
+
+def test_a_node_without_a_folder_has_no_agent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    attach.serve_request(make_request("end", tmp_path))
+    assert json.loads(capfd.readouterr().out) == {"ended": True}
     assert not list(tmp_path.iterdir())
 
 

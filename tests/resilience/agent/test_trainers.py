@@ -476,6 +476,61 @@ def test_a_kill_is_known_before_the_process_is_reaped(tmp_path, caplog):
         child.wait()
 
 
+@pytest.mark.parametrize("how", ["kill", "keep"])
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_rank_that_sigkill_does_not_end_is_reported(has_begun: bool, how: Any, tmp_path: Path) -> None:
+    """A device or disk may block a process, also at its end while the kernel frees its memory."""
+    window = 0.05
+    limits = ResilienceConfig(window=window, keep_seconds=0.01)
+    local = Trainers(tmp_path / "runs" / "a", tmp_path, lambda: None, limits=limits)
+    local._fork_server.process = mock.Mock(pid=os.getpid(), **{"poll.return_value": None})
+    agent_end, server_end = socket.socketpair()
+    local._fork_server._socket = agent_end
+    signals: list[int] = []
+
+    def send_signal(pid: int, number: int) -> None:
+        signals.append(number)
+        if has_begun:
+            os.kill(pid, number)  # no fork server reports the end
+
+    local.program.signal = send_signal  # type: ignore[method-assign]
+    with agent_end, server_end, subprocess.Popen(["sleep", "600"]) as process:
+        local.trainers = {0: TrainerProcess(0, tmp_path / "log", 0, pid=process.pid)}
+        try:
+            problem = asyncio.run(asyncio.wait_for(local.stop(how, 0.0), 30))
+        finally:
+            process.kill()
+    limit = window * (1 + has_begun)
+    assert problem.startswith(f"SIGKILL has not ended rank 0 (process {process.pid}) within {limit:g} s: ")
+    assert signal.SIGKILL in signals
+
+
+def test_a_rank_whose_fork_server_creates_no_process_is_reported(tmp_path: Path) -> None:
+    local = Trainers(tmp_path / "runs" / "a", tmp_path, lambda: None, limits=ResilienceConfig(window=0.01))
+    local._fork_server.process = mock.Mock(pid=os.getpid())
+    local.trainers = {0: TrainerProcess(0, tmp_path / "log", 0)}
+    problem = asyncio.run(asyncio.wait_for(local.stop("kill", 0.0), 30))
+    assert problem.startswith("SIGKILL has not ended rank 0 (process not created yet) within 0.02 s: ")
+
+
+def test_a_start_that_fails_ends_the_early_processes_that_it_was_to_use(tmp_path: Path) -> None:
+    """They occupy device memory, and no later attempt would know them."""
+    order = Start(1, 2, "tiny", (0,), 1, ("127.0.0.1", 1), "", ())
+    local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
+    local._start_order = order
+    agent_end, server_end = socket.socketpair()
+    local._fork_server._socket = agent_end
+    (tmp_path / "job.toml").mkdir()  # as a full disk, this raises OSError when the settings are written
+    with agent_end, server_end, subprocess.Popen(["sleep", "600"]) as early:
+        local._early.pids = {0: early.pid}
+        try:
+            with pytest.raises(OSError, match=r"job\.toml"):
+                local.start(replace(order, attempt=3), "127.0.0.1", b"t" * 64)
+            assert early.wait(30) == -signal.SIGKILL
+        finally:
+            early.kill()
+
+
 def test_prepared_processes_wait_on_for_a_later_attempt(tmp_path: Path) -> None:
     """A second loss begins another attempt without them. They must not start as its ranks."""
     local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)

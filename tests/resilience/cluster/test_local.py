@@ -108,6 +108,17 @@ def test_an_evicted_node_gives_its_memory_back(tmp_path: Path, separate: bool) -
         assert len(end_checkpoint_services(run, "n0")) == 1
 
 
+def test_an_agent_that_ends_while_it_is_fenced_is_fenced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the agents of this driver stay zombies until it reaps them. Those of an earlier driver do not."""
+    cluster = LocalCluster(ClusterRequest(tmp_path / "run", Config()))
+    (cluster.folder / "n0").mkdir()
+    agent = subprocess.Popen(["true"])
+    agent.wait()
+    seen_pids = iter([agent.pid])
+    monkeypatch.setattr(local, "find_agent", lambda folder: next(seen_pids, 0))
+    assert asyncio.run(cluster.fence("n0"))
+
+
 def test_a_node_that_is_taken_out_keeps_no_processes_of_a_foreign_trainer(tmp_path: Path) -> None:
     """Another node of this machine takes over, and writes the same checkpoints."""
     run = tmp_path / "run"

@@ -125,7 +125,9 @@ class Agent:
         self.service_hold.release()
         self.telemetry.announce_end()
         if self.trainers.list_running():
-            await self.trainers.stop("save", self.limits.grace_period)
+            problem = await self.trainers.stop("save", self.limits.grace_period)
+            if problem:
+                log.error("%s", problem)
         await self.telemetry.send_remaining_files()
         await self.telemetry.confirm_end()
         for task in tasks:
@@ -243,10 +245,15 @@ class Agent:
     async def _stop_trainers(self, order: Stop) -> None:
         """End the trainers, or let them wait for the next attempt. Report exit codes and a port for its store.
 
-        The report divides the time of the work.
+        The report divides the time of the work. If SIGKILL does not end a rank, it has the reason instead.
         """
         stopwatch = Stopwatch()
-        await self.trainers.stop(order.how, order.grace_period, joins_at_once=order.joins_at_once)
+        problem = await self.trainers.stop(order.how, order.grace_period, joins_at_once=order.joins_at_once)
+        if problem:
+            log.error("%s", problem)
+            attempt = self.trainers.attempt
+            self.link.send_message(do="stopped", attempt=attempt, order=order.order, port=0, problem=truncate(problem))
+            return
         stopwatch.end_phase("leave")
         await self.telemetry.send_remaining_files()
         stopwatch.end_phase("files")

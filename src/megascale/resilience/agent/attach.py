@@ -9,6 +9,7 @@ the agent continues, and this process ends after it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -24,18 +25,22 @@ from typing import Any
 from megascale.core.addresses import find_local_address, get_interface_address
 from megascale.core.failure import describe_exit
 from megascale.core.python_process import module_command
-from megascale.errors import MegascaleError
+from megascale.errors import MegascaleError, TrainingError
 from megascale.resilience.agent.node_folder import (
     end_agent,
     find_agent,
     get_default_folder,
     prepare_node_folder,
+    read_agent_process,
     record_agent_process,
 )
 from megascale.resilience.protocol.job_description import from_record
 
 REQUEST_BYTES = 1 << 20  # longest request
 _POLL_INTERVAL = 0.2  # seconds between checks of a process that the kernel cannot watch
+_LOCK_FILE = "attach.lock"
+_LOCK_SECONDS = 8.0  # to wait for an earlier request, which waits at most 5 s for the end of an agent
+_LOCK_POLL_SECONDS = 0.02  # between two attempts to get the lock
 
 
 def main() -> None:
@@ -81,7 +86,7 @@ def serve_request(request: dict[str, Any]) -> None:
         write_answer(ended=_end_agent(folder))
         return
     if request["do"] == "watch":
-        pid = find_agent(folder)
+        pid = read_agent_process(folder)
         if pid:
             write_answer(running=pid)
         write_answer(over=_wait_for_end(pid, None, folder) if pid else "its end was not observed")
@@ -99,7 +104,11 @@ def serve_request(request: dict[str, Any]) -> None:
             address = request["address"] or _find_address(str(request["interface"]), job.driver[0])
             child = _start_agent(folder, node, address, request, preload=job.limits.preload)
             pid = child.pid
-            record_agent_process(folder, pid)
+            try:
+                record_agent_process(folder, pid)
+            except BaseException:
+                child.kill()  # without the record, nothing could find or end the agent
+                raise
     write_answer(running=pid)
     write_answer(over=_wait_for_end(pid, child, folder))
 
@@ -114,10 +123,56 @@ def _end_agent(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _lock_node(folder: Path) -> Iterator[None]:
-    """Wait for an earlier request about the node whose connection broke, and let later ones wait."""
-    with open(folder / "attach.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    """Let requests about the node wait for each other.
+
+    Raises:
+        TrainingError: an earlier request has not ended within _LOCK_SECONDS.
+        ConnectionError: the connection has broken meanwhile, so that a later request may have been carried out.
+    """
+    lock = _open_lock_file(folder / _LOCK_FILE)
+    try:
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while not _try_lock(lock):
+            if time.monotonic() > deadline:
+                raise TrainingError(
+                    f"another request about this node has {folder / _LOCK_FILE} locked for over {_LOCK_SECONDS:g} s; "
+                    "`fuser` of that file names its process, which a disk may block"
+                )
+            time.sleep(_LOCK_POLL_SECONDS)
+        if not _is_connected():
+            raise ConnectionError("the connection of this request has broken")
         yield
+    finally:
+        os.close(lock)
+
+
+def _open_lock_file(path: Path) -> int:
+    """Return a descriptor of the lock file, which is created if necessary. An agent must end on a read-only disk too.
+
+    Raises OSError if the file cannot be opened.
+    """
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # NFS locks only files that are open for writing
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        return os.open(path, os.O_RDONLY)
+
+
+def _try_lock(lock: int) -> bool:
+    """Lock an open file, and return whether no other process has it locked."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_connected() -> bool:
+    """Return whether answers still have a reader, as far as the kernel knows."""
+    poller = select.poll()
+    poller.register(sys.stdout, 0)  # the kernel reports errors and closed connections in any case
+    return not poller.poll(0)
 
 
 def _find_address(interface: str, driver: str) -> str:

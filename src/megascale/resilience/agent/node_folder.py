@@ -86,14 +86,25 @@ def record_agent_process(folder: Path, pid: int) -> None:
 
 
 def find_agent(folder: Path) -> int:
-    """Return the process id of the node's running agent, or 0 if none runs."""
+    """Return the process id of the node's running agent, or 0 if none runs or its record cannot be read."""
     try:
-        state = json.loads((folder / PROCESS_FILE).read_text())
+        return read_agent_process(folder)
+    except OSError:
+        return 0
+
+
+def read_agent_process(folder: Path) -> int:
+    """Return the process id of the node's running agent, or 0 if none runs.
+
+    Raises OSError if there is a record that cannot be read, as on a failed disk.
+    """
+    try:
+        state = json.loads((folder / PROCESS_FILE).read_bytes())
         pid = int(state["pid"])
         # Another process may have the id of an agent that has ended.
         is_running = state["born"] != 0 and read_birth_time(pid) == state["born"]
         return pid if is_running else 0
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return 0
 
 
@@ -117,10 +128,11 @@ def read_rank_processes(folder: Path) -> dict[int, int]:
 def end_agent(folder: Path) -> bool:
     """Kill the node's agent, with its fork server and trainers. Return False if it does not end in time.
 
-    The processes that ranks of a foreign trainer have started are killed too.
+    The processes that ranks of a foreign trainer have started are killed too. Raises OSError if the record of the agent
+    cannot be read, since an agent may run.
     """
     deadline = time.monotonic() + _KILL_TIMEOUT
-    while pid := find_agent(folder):
+    while pid := read_agent_process(folder):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:

@@ -51,6 +51,12 @@ def is_being_killed(pid: int) -> bool:
     return int(fields[_EXIT_CODE]) & _SIGNAL_MASK == signal.SIGKILL
 
 
+def is_ending(pid: int) -> bool:
+    """Return whether a process has ended or its end has begun. The kernel may still free its memory."""
+    fields = _read_stat(pid)
+    return not fields or bool(int(fields[_FLAGS]) & _PF_EXITING)
+
+
 def _read_stat(pid: int) -> list[bytes]:
     """Return the fields of /proc/PID/stat after the name, or an empty list if the process has ended."""
     try:

@@ -64,6 +64,7 @@ class TrainerProcess:
         error: text of the exception that ended the process.
         ended: time of the end.
         by_agent: whether the process ended, or will end, because of a signal of the agent.
+        kill_time: time of the agent's first SIGKILL, 0 before it.
         tail: text to report instead of the end of the log, for a process that wrote no log.
     """
 
@@ -87,6 +88,7 @@ class TrainerProcess:
     error: str = ""
     ended: float = 0.0
     by_agent: bool = False
+    kill_time: float = 0.0
     tail: str = ""
 
     @property

@@ -47,7 +47,7 @@ from megascale.resilience.agent.foreign_program import ForeignProgram
 from megascale.resilience.agent.fork_server_link import ForkServerLink
 from megascale.resilience.agent.fork_server_process import LOG_FILE, ForkServerProcess
 from megascale.resilience.agent.leftover_processes import kill_rank_processes
-from megascale.resilience.agent.process_usage import is_being_killed, read_usage
+from megascale.resilience.agent.process_usage import is_being_killed, is_ending, read_usage
 from megascale.resilience.agent.rank_programs import MegascaleTrainer, Progress, RankProgram, TrainerProcess
 from megascale.resilience.agent.replacement_reasons import ReplacementReasons
 from megascale.resilience.agent.worker_report import describe_worker
@@ -235,12 +235,17 @@ class Trainers:
         self._stopped_progress = {}
         if order.fresh or not self._fork_server.is_connected:
             self.start_server()
-        dying_pids = ",".join(str(pid) for pid in self._dying.list_all())
         logs = self.run / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        self.program.close()
-        self.program = self._choose_program(order)
-        self.program.prepare(order)
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+            self.program.close()
+            self.program = self._choose_program(order)
+            self.program.prepare(order)
+        except BaseException:
+            for pid in early_pids.values():  # no rank uses them, and they occupy device memory
+                self._kill_early_process(pid)
+            raise
+        dying_pids = ",".join(str(pid) for pid in self._dying.list_all())
         self._common_environment = make_common_environment(order, address, token=token, node=self.folder.name)
         self.trainers = {}
         for local_rank, rank in enumerate(order.ranks):
@@ -461,7 +466,7 @@ class Trainers:
 
     async def stop(
         self, how: Literal["save", "keep", "leave", "kill"], grace_period: float, *, joins_at_once: bool = False
-    ) -> None:
+    ) -> str:
         """End or park all ranks.
 
         Args:
@@ -471,12 +476,15 @@ class Trainers:
                 complete their step. If processes cannot stay, because keep_seconds is 0 or the program is a foreign
                 one, "keep" and "leave" kill them at once.
             joins_at_once: with "leave", whether the ranks need not copy the state of their step to memory.
+
+        Returns:
+            The reason why ranks still run, since SIGKILL does not end a process that a device or disk blocks. An empty
+            text if all ranks have ended or are parked.
         """
         if how in ("keep", "leave") and self._keeps_processes and isinstance(self.program, MegascaleTrainer):
             if how == "leave":
                 await self._await_leaving(grace_period, joins_at_once=joins_at_once)
-            await self._park_ranks()
-            return
+            return await self._park_ranks()
         self._early.end_all()
         if how == "kill":
             reason = "the driver ordered new processes, because the fault may concern all ranks"
@@ -488,9 +496,40 @@ class Trainers:
             # A rank that is still being forked has no process id yet, and gets the signal in a later round.
             signalled_pids |= self._signal_ranks(signal.SIGTERM, exclude=signalled_pids)
             await asyncio.sleep(_POLL_SECONDS)
+        kill_start = time.monotonic()
         while self.list_running() and self._fork_server.process is not None:
+            problem = self._explain_blocked_ranks(self.list_running(), kill_start)
+            if problem:
+                return problem
             self._signal_ranks(signal.SIGKILL)
             await asyncio.sleep(_POLL_SECONDS)
+        return ""
+
+    def _explain_blocked_ranks(self, trainers: Sequence[TrainerProcess], kill_start: float) -> str:
+        """Return why some of the ranks do not end, or an empty text while all of them may still end.
+
+        A process has `resilience.window` seconds to begin its end after SIGKILL. The kernel needs more time to free a
+        large memory, and the fork server to create a process. Both have two windows, as the driver waits no longer.
+
+        Args:
+            kill_start: when the agent began to kill ranks, on the monotonic clock.
+        """
+        current_time = time.monotonic()
+        limit = self._limits.window
+        is_late = current_time - kill_start > 2 * limit
+        if is_late:
+            limit *= 2
+        blocked = []
+        for trainer in trainers:
+            may_end = trainer.kill_time == 0 or current_time - trainer.kill_time <= limit
+            if is_late or not (may_end or is_ending(trainer.pid)):
+                blocked.append(f"rank {trainer.rank} (process {trainer.pid or 'not created yet'})")
+        if not blocked:
+            return ""
+        return (
+            f"SIGKILL has not ended {', '.join(blocked)} within {limit:g} s: a device or disk blocks them, or their "
+            "fork server is stopped; see the kernel's log of this node"
+        )
 
     async def _await_leaving(self, seconds: float, *, joins_at_once: bool) -> None:
         """Order the ranks to leave the attempt after their step, and wait at most `seconds` until they are parked."""
@@ -504,8 +543,12 @@ class Trainers:
                     self._send_to_rank(trainer.pid, Park(self.attempt, after_step=True, joins_at_once=joins_at_once))
             await asyncio.sleep(_POLL_SECONDS)
 
-    async def _park_ranks(self) -> None:
-        """Order the ranks to leave the attempt now, and kill ranks that do not within `resilience.keep_seconds`."""
+    async def _park_ranks(self) -> str:
+        """Order the ranks to leave the attempt now, and kill ranks that do not within `resilience.keep_seconds`.
+
+        Returns:
+            The reason why ranks still run, as `stop`.
+        """
         deadline = time.monotonic() + self._limits.keep_seconds
         instructed_pids: set[int] = set()
         stack_request_pids: set[int] = set()
@@ -516,7 +559,10 @@ class Trainers:
                 if not trainer.is_parked:
                     active.append(trainer)
             if not active:
-                return
+                return ""
+            problem = self._explain_blocked_ranks(active, deadline)
+            if problem:
+                return problem
             is_late = time.monotonic() >= deadline
             is_almost_late = time.monotonic() >= deadline - _STACK_SECONDS
             for trainer in active:
@@ -542,10 +588,12 @@ class Trainers:
                     with contextlib.suppress(ProcessLookupError):
                         self.program.signal(trainer.pid, signal.SIGUSR2)  # the rank writes its stack to a file
             await asyncio.sleep(_POLL_SECONDS)
+        return ""
 
     def _kill_unparked(self, trainer: TrainerProcess) -> None:
         """Kill a rank that did not leave its attempt."""
         trainer.by_agent = True
+        trainer.kill_time = time.monotonic()
         with contextlib.suppress(ProcessLookupError):
             self.program.signal(trainer.pid, signal.SIGKILL)
 
@@ -555,6 +603,8 @@ class Trainers:
         for trainer in self.list_running():
             if trainer.pid and trainer.pid not in exclude:
                 trainer.by_agent = True
+                if number == signal.SIGKILL and not trainer.kill_time:
+                    trainer.kill_time = time.monotonic()
                 # A process that was just forked has no process group yet.
                 with contextlib.suppress(ProcessLookupError):
                     self.program.signal(trainer.pid, number)

@@ -6,6 +6,7 @@ A file `down` in the folder of a node simulates a broken machine: no agent can b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -154,7 +155,8 @@ class LocalCluster(Cluster):
         """Carry out `fence`."""
         pid = find_agent(self.folder / name)
         if pid:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # an agent of an earlier driver has just ended
+                os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + KILL_TIMEOUT
         while find_agent(self.folder / name) and time.monotonic() < deadline:
             for child in self._children:

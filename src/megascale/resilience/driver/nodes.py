@@ -71,6 +71,7 @@ class Node:
         boot: random name of its agent's process. A changed name shows that the agent was restarted.
         attempt: the attempt to which its processes belong.
         acknowledged_order: number of the last stop order that it has carried out.
+        stop_problem: number of the last stop order that it could not carry out, and the reason.
         port: port that was free on the node when it acknowledged the order. If the node gets rank 0, the next attempt's
             store listens on this port.
         heartbeat: the newest heartbeat of the attempt.
@@ -87,6 +88,7 @@ class Node:
     boot: str = ""
     attempt: int = 0
     acknowledged_order: int = 0
+    stop_problem: tuple[int, str] = (0, "")
     port: int = 0
     heartbeat: Heartbeat | None = None
     history: deque[tuple[float, Heartbeat]] = field(default_factory=lambda: deque(maxlen=HISTORY_LENGTH))

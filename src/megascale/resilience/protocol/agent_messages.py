@@ -93,7 +93,7 @@ class Join(Message, frozen=True):
 
 
 class Stopped(Message, frozen=True):
-    """Acknowledgement that the `Stop` with number `order` is done.
+    """Acknowledgement that the `Stop` with number `order` is done, or that it cannot be done.
 
     Attributes:
         port: a free port for the next attempt's store.
@@ -101,6 +101,7 @@ class Stopped(Message, frozen=True):
         leave_seconds: seconds until all ranks had ended or had left their attempt.
         files_seconds: further seconds until the remaining lines of their files were sent.
         exit_seconds: further seconds until the kernel had freed the memory of killed ranks.
+        problem: why ranks still run, although they were killed; empty if all have ended or have left their attempt.
     """
 
     order: Count
@@ -110,6 +111,7 @@ class Stopped(Message, frozen=True):
     leave_seconds: Finite = 0.0
     files_seconds: Finite = 0.0
     exit_seconds: Finite = 0.0
+    problem: Text = ""
 
 
 class StartFailed(Message, frozen=True, tag="failed"):

@@ -13,7 +13,7 @@ from megascale.resilience.cluster.base import NO_REASONS, Cluster, NodeInfo
 from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.recovery import escalation
 from megascale.resilience.driver.recovery.escalation import Choice
-from megascale.resilience.driver.state.job_state import JobState, NodeEvent, NodeState, Phase
+from megascale.resilience.driver.state.job_state import JobEvent, JobState, NodeEvent, NodeState, Phase
 from megascale.resilience.driver.state.journal import Journal
 from megascale.resilience.protocol.agent_messages import Hello, RunningTrainers, Stopped
 from tests.resilience.driver.telemetry.test_adoption import Channel
@@ -189,6 +189,25 @@ def test_thirty_of_thirty_two_nodes_that_are_lost_at_once_and_given_back_train_a
 
     events = play(tmp_path, scene, nodes=32, spares=0)
     assert not [e for e in events if e.kind == "job_failed"]
+
+
+def test_a_node_whose_ranks_sigkill_does_not_end_is_evicted_at_once(tmp_path: Path) -> None:
+    async def scene(driver: Driver, cluster: Elsewhere, channels: dict[str, Channel]) -> None:
+        driver.attempts.stop(JobEvent.RESTARTED, "a rank was killed")
+        order = driver.attempts.last_order
+        outdated = Stopped(order - 1, 1, 0, problem="of an earlier order")
+        driver.telemetry.handle_message("n0", channels["n0"], outdated)
+        blocked = Stopped(order, 1, 0, problem="SIGKILL has not ended rank 1 (process 7)")
+        driver.telemetry.handle_message("n1", channels["n1"], blocked)
+        driver.run_iteration(time.monotonic())
+        assert driver.nodes["n1"].state is NodeState.EVICTED
+        assert driver.nodes["n0"].state is NodeState.UP
+        assert driver.job.phase is Phase.STOPPING  # n0 has not answered yet
+
+    events = play(tmp_path, scene)
+    (lost,) = [event for event in events if event.kind == "node_lost"]
+    assert lost.evidence == ("n1 cannot stop its processes: SIGKILL has not ended rank 1 (process 7)",)
+    assert [event.action for event in events if event.kind == "recovery_action"] == ["spare"]
 
 
 def test_a_driver_that_took_over_waits_for_agents_to_be_told_of_it(tmp_path):

@@ -83,9 +83,15 @@ class Placement:
         if job.save or job.joining:
             limit_seconds += limits.grace_period
         for node in pending_nodes:
+            reason = ""
+            order, problem = node.stop_problem
             # The time of a node that was cut off counts from its return.
-            if node.state.is_present and current_time - max(self.job.phase_entered, node.joined) > limit_seconds:
-                self.nodes.mark_lost(node, f"{node.name} did not stop its processes within {limit_seconds:g} s")
+            if current_time - max(self.job.phase_entered, node.joined) > limit_seconds:
+                reason = f"{node.name} did not stop its processes within {limit_seconds:g} s"
+            elif order == self.attempts.last_order:
+                reason = f"{node.name} cannot stop its processes: {problem}"
+            if reason and node.state.is_present:
+                self.nodes.mark_lost(node, reason)
                 if not is_final:
                     self.recovery.recover_node(node.name, evict=True)
         if self._must_end_leaving(placed_nodes, pending_nodes, current_time):

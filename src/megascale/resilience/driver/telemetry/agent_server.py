@@ -253,6 +253,8 @@ class AgentTelemetry:
                 if message.must_store and message.rank in ranks:
                     self.received_files.store_evidence(message)
                 return
+            case Stopped() if message.order == self.attempts.last_order and message.problem:
+                node.stop_problem = (message.order, message.problem[:_REASON_CHARACTERS])
             case Stopped() if message.order == self.attempts.last_order:
                 node.acknowledged_order = self.attempts.last_order
                 node.port = message.port
