@@ -175,6 +175,7 @@ def measure(
         set_to(value)
         step()
         step()
+    exchange_gib = engine.count_exchange_bytes() / 2**30  # torch's statistics do not count exchanges
     if cuda:
         before = measure_sustained_gemm_rate(location.device, 2.0)
     else:
@@ -194,13 +195,15 @@ def measure(
                 item.losses.append(loss)
                 item.norms.append(norm)
             if cuda:
-                item.memory_gib = max(item.memory_gib or 0.0, torch.cuda.max_memory_allocated(location.device) / 2**30)
+                peak_gib = exchange_gib + torch.cuda.max_memory_allocated(location.device) / 2**30
+                item.memory_gib = max(item.memory_gib or 0.0, peak_gib)
     if cuda:
         after = measure_sustained_gemm_rate(location.device, 2.0)
     else:
         after = None
     garbage.close()
     engine.synchronize()
+    engine.close()
     if groups is not None:
         shutdown(groups)
     if location.rank:

@@ -151,9 +151,11 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
         float(result.loss)  # waits for the update, not for what goes on under the next step
         seconds.append(time.perf_counter() - began)
 
-    def steps(first: int) -> None:
-        step(first)
-        step(first + 1)
+    def run_traced(first: int, count: int) -> None:
+        """Run steps, and end the gathers that they begin: torch records the ends in the profiler of the begin."""
+        for number in range(first, first + count):
+            step(number)
+        engine.synchronize()
 
     counting = Counting()
     for number in range(1, warmup + 1):
@@ -164,12 +166,12 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     plain = statistics.median(seconds[1:])
     device, host = torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU
     # Which group a stream serves is known only with the host's side in the trace, which slows the step: once for that.
-    serves = groups_of(_traced(lambda: step(warmup + 1), [device, host]))
-    stretches = after_meeting(busy(_traced(lambda: steps(warmup + 2), [device]), serves))
-    engine.synchronize()
+    serves = groups_of(_traced(lambda: run_traced(warmup + 1, 1), [device, host]))
+    stretches = after_meeting(busy(_traced(lambda: run_traced(warmup + 2, 2), [device]), serves))
     local = (engine.pipeline.stage, alone(engine, counting), stretches, counting.other_calls)
     report: list[Any] = [None] * location.world
     dist.all_gather_object(report, local)
+    engine.close()
     shutdown(groups)
     if location.rank:
         return None
