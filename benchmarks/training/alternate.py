@@ -1,7 +1,7 @@
-"""`python -m benchmarks alternate`: one engine, a setting changed back and forth between steps.
+"""`python -m benchmarks alternate`: step times of one engine whose setting changes back and forth between steps.
 
-GPUs, clocks and hosts differ by more than many a setting is worth; here all its values see the same ones, and 0.2% can
-be told. Weights stay as they are (the learning rate is zero), so that losses and gradient norms can be compared too.
+GPUs, clocks and hosts often differ by more than the values of a setting. Here all values have the same GPUs and clocks,
+so that a difference of 0.2% is measurable. The learning rate is zero, so losses and gradient norms are comparable too.
 """
 
 from __future__ import annotations
@@ -27,26 +27,33 @@ if TYPE_CHECKING:
     from megascale.ops.attention import AttentionChoice, AttentionShape
     from megascale.train.engine import Engine
 
-GRAPHS = "kernels.graphs"  # the engine has them, whether they are used or not
-BACKWARD = "backward"  # not of the configuration: the thread that runs it, autograd's own or the one that calls
+GRAPHS = "kernels.graphs"  # the engine captures graphs with both values
+BACKWARD = "backward"  # thread of the backward: autograd's own ("apart") or the calling thread; not a configuration key
 
-# What can change between two steps of one engine: setting -> values it takes.
+# Values of each setting that can change between two steps of one engine.
 SETTINGS = {
     BACKWARD: ("apart", "here"),
     GRAPHS: ("off", "on"),
     "observe.timers": ("false", "true"),
-    "observe.spans": ("0", "1"),  # of no step, or of every one
+    "observe.spans": ("0", "1"),  # spans of no step, or of every step
     "kernels.deterministic": ("false", "true"),
     "overlap.gemms": ("off", "on"),
-    "resilience.replay_interval": ("0", "1"),  # the time of a checked step; an interval of N costs an N-th of it
+    "resilience.replay_interval": ("0", "1"),  # an interval of N steps costs 1/N of the difference
     "parallel.recompute": ("none", "norms", "activation", "selective", "full"),
 }
 
 
 @dataclass
 class Value:
-    """One value of the setting: seconds of its timed steps, the processor's seconds of them in this process, their
-    losses and gradient norms, peak memory in GiB."""
+    """Results of one value of the setting.
+
+    Attributes:
+        name: the value.
+        seconds: seconds of each timed step.
+        cpu_seconds: processor seconds of this process in each timed step.
+        losses, norms: loss and gradient norm of each timed step.
+        memory_gib: peak memory in tensors and exchanges, in GiB; None on a CPU.
+    """
 
     name: str
     seconds: list[float] = field(default_factory=list)
@@ -57,7 +64,7 @@ class Value:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the bench."""
+    """Register the command."""
     app.command("alternate", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(alternate)
 
 
@@ -70,7 +77,7 @@ def alternate(
     untimed: int = typer.Option(1, min=0, help="Steps of a turn before those that are timed."),
     out: Path = typer.Option(Path("bench-alternate.json"), help="JSON file for the metrics."),
 ) -> None:
-    """Step time with the values of one setting in turn, in one process: what a small difference is measured with.
+    """Compare the step times of several values of a setting, which take turns in one process.
 
     Settings that can change between steps: overlap.gemms, parallel.recompute, kernels.graphs,
     kernels.deterministic (each value with the attention kernels that are fastest then),
@@ -110,7 +117,7 @@ def alternate(
 
 
 def parse(setting: str) -> tuple[str, list[str]]:
-    """Such as "overlap.gemms=off,on" -> key and values; ConfigError naming what is wrong."""
+    """Return key and values of text such as "overlap.gemms=off,on". Raises ConfigError if one of them is unknown."""
     key, _, report = setting.partition("=")
     expected = SETTINGS.get(key)
     if expected is None:
@@ -128,14 +135,19 @@ def parse(setting: str) -> tuple[str, list[str]]:
 
 
 def order(values: list[str], turns: int) -> list[str]:
-    """The values turn by turn: forth, back, forth."""
+    """Return the values in the order of all turns. Every second turn has the reverse order."""
     return [value for turn in range(turns) for value in (values if turn % 2 == 0 else values[::-1])]
 
 
 def measure(
     config: Config, key: str, values: list[str], turns: int, each: int, untimed: int = 1
 ) -> dict[str, Any] | None:
-    """Run the steps; the figures on rank 0, None elsewhere."""
+    """Run the steps. Return the figures on rank 0, None on other ranks.
+
+    Args:
+        turns: turns of each value.
+        each, untimed: timed steps of a turn, and untimed steps before them.
+    """
     import torch
     from rich.progress import Progress
 
@@ -171,10 +183,11 @@ def measure(
         loss, norm = float(result.loss), float(result.grad_norm)  # waits for the update
         return time.perf_counter() - began, time.process_time() - busy, loss, norm
 
-    for value in values:  # loads kernels, and takes the memory that each needs
+    for value in values:  # loads kernels, and allocates the memory of each value
         set_to(value)
         step()
         step()
+    exchange_gib = engine.count_exchange_bytes() / 2**30  # torch's statistics do not count exchanges
     if cuda:
         before = measure_sustained_gemm_rate(location.device, 2.0)
     else:
@@ -194,13 +207,15 @@ def measure(
                 item.losses.append(loss)
                 item.norms.append(norm)
             if cuda:
-                item.memory_gib = max(item.memory_gib or 0.0, torch.cuda.max_memory_allocated(location.device) / 2**30)
+                peak_gib = exchange_gib + torch.cuda.max_memory_allocated(location.device) / 2**30
+                item.memory_gib = max(item.memory_gib or 0.0, peak_gib)
     if cuda:
         after = measure_sustained_gemm_rate(location.device, 2.0)
     else:
         after = None
     garbage.close()
     engine.synchronize()
+    engine.close()
     if groups is not None:
         shutdown(groups)
     if location.rank:
@@ -238,7 +253,7 @@ def measure(
 
 
 def change(engine: Engine, key: str, rank: int) -> Callable[[str], object]:
-    """Set the setting to a value, between steps."""
+    """Return the function that sets the setting to a value. Call it between steps."""
     if key == "resilience.replay_interval":
         return _replays(engine, rank)
     if key == "kernels.deterministic":
@@ -249,8 +264,8 @@ def change(engine: Engine, key: str, rank: int) -> Callable[[str], object]:
         mode = engine.config.kernels.mode
         if mode != "auto":
             raise ConfigError(
-                f"kernels.mode={mode!r} is not known to autograd's own thread, which backward=apart is about; "
-                "set --kernels.mode=auto"
+                f"kernels.mode={mode!r} has no effect in autograd's own thread, which backward=apart uses; set "
+                "--kernels.mode=auto"
             )
         return lambda value: setattr(engine, "backward_in_own_thread", value == "apart")
     if key == GRAPHS:
@@ -261,7 +276,10 @@ def change(engine: Engine, key: str, rank: int) -> Callable[[str], object]:
 
 
 def _replays(engine: Engine, rank: int) -> Callable[[str], object]:
-    """Turn replays of each step on and off. Raises ConfigError without replicas, TrainingError at a mismatch."""
+    """Return a function that turns replays of each step on and off.
+
+    Raises ConfigError without replicas. A step raises TrainingError at a mismatch.
+    """
     from megascale.errors import TrainingError
     from megascale.train.rank_info import find_device_kind
     from megascale.train.replay_check import ReplayCheck, ReplayEvidence
@@ -327,13 +345,16 @@ def _set_determinism(engine: Engine) -> Callable[[str], object]:
 
 
 def _timers(engine: Engine, key: str) -> Callable[[str], object]:
-    """Puts timers in and out; what they write is taken over between turns, as the span service does on its own time."""
+    """Return a function that turns timers on and off.
+
+    It empties their ring between turns, which the span service does in a process of its own.
+    """
     from megascale.core.spans import Recorder
     from megascale.observe.store.span_ring import SpanRing
     from megascale.train.rank_timers import make_timers
 
     ring = SpanRing()
-    built: dict[str, Recorder] = {}  # each is used again, as in training: it has its events by then
+    built: dict[str, Recorder] = {}  # reused, as in training, so that their CUDA events exist
 
     def set_to(value: str) -> None:
         ring.release(len(ring.read()))
@@ -367,15 +388,15 @@ def difference(first: list[float], second: list[float]) -> tuple[float, float, f
 
 
 def show(record: dict[str, Any]) -> None:
-    """Return the table: a row per value, compared with the first."""
+    """Print a table with a row per value, and the differences to the first value."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False)
-    console.width = max(console.width, 100)  # a table whose digits are cut says nothing
+    console.width = max(console.width, 100)  # digits must not be cut
     console.print(
-        f"{record['preset']}, {record['global_batch']} x {record['sequence_length']} tokens a step, "
+        f"{record['preset']}, {record['global_batch']} x {record['sequence_length']} tokens per step, "
         f"{record['processes']} x {record['device']}, torch {record['versions']['torch']}, {record['date']}"
     )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -401,7 +422,7 @@ def show(record: dict[str, Any]) -> None:
         for subject, key in (("time", "seconds"), ("of this process's processor time", "cpu_seconds")):
             middle, low, high = by[key]
             console.print(
-                f"{name} takes {middle:+.2%} more {subject} a step than {record['values'][0]['name']} "
+                f"{name} takes {middle:+.2%} more {subject} per step than {record['values'][0]['name']} "
                 f"(median of {len(record['values'][0]['seconds'])} pairs; 95%: {low:+.2%} to {high:+.2%})"
             )
     if record["gemm_flop_per_s"] is not None:

@@ -27,7 +27,7 @@ import typer
 from megascale.core import strict_json
 from megascale.core.batch import Batch
 from megascale.core.calls import NullCallLog
-from megascale.errors import TrainingError
+from megascale.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
     from megascale.config import Config
@@ -78,7 +78,6 @@ def exposed(
     from megascale import api
     from megascale.bench.train import load_shape_config
     from megascale.core.layout import lay_out
-    from megascale.errors import ConfigError
     from megascale.train import launcher
 
     settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64"] + context.args
@@ -138,6 +137,7 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
         config, rank=location.rank, world=location.world, local_rank=location.local_rank, device=location.device
     )
     engine = Engine(lay_out(config, location.world), groups, location.device)
+    copy_kind = find_copy_kind(engine)
     model, train = config.model, config.train
     rows = draw_tokens(config, engine.data_rank, location.device)
     seconds: list[float] = []
@@ -151,9 +151,11 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
         float(result.loss)  # waits for the update, not for what goes on under the next step
         seconds.append(time.perf_counter() - began)
 
-    def steps(first: int) -> None:
-        step(first)
-        step(first + 1)
+    def run_traced(first: int, count: int) -> None:
+        """Run steps, and end the gathers that they begin: torch records the ends in the profiler of the begin."""
+        for number in range(first, first + count):
+            step(number)
+        engine.synchronize()
 
     counting = Counting()
     for number in range(1, warmup + 1):
@@ -164,12 +166,12 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     plain = statistics.median(seconds[1:])
     device, host = torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU
     # Which group a stream serves is known only with the host's side in the trace, which slows the step: once for that.
-    serves = groups_of(_traced(lambda: step(warmup + 1), [device, host]))
-    stretches = after_meeting(busy(_traced(lambda: steps(warmup + 2), [device]), serves))
-    engine.synchronize()
+    serves = groups_of(_traced(lambda: run_traced(warmup + 1, 1), [device, host]))
+    stretches = after_meeting(busy(_traced(lambda: run_traced(warmup + 2, 2), [device]), serves, copy_kind))
     local = (engine.pipeline.stage, alone(engine, counting), stretches, counting.other_calls)
     report: list[Any] = [None] * location.world
     dist.all_gather_object(report, local)
+    engine.close()
     shutdown(groups)
     if location.rank:
         return None
@@ -197,6 +199,31 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
             for stage, alone_, trace in zip(stages, by_itself, traces, strict=True)
         ],
     }
+
+
+def find_copy_kind(engine: Engine) -> str:
+    """Return the kind of communication of the engine's exchange; "tensor" without one.
+
+    A trace does not name the exchange of a copy. Raises ConfigError if copies belong to several exchanges, or to
+    another axis than those of KINDS.
+    """
+    kinds = []
+    if engine.tensor_axis.exchange is not None:
+        kinds.append("tensor")
+    if engine.gather_exchange is not None:
+        kinds.append("data gather")
+    if engine.reduction_exchange is not None:
+        kinds.append("data reduce")
+    has_other_axes = len(engine.list_exchanges()) > len(kinds)
+    if len(kinds) > 1 or has_other_axes:
+        names = kinds + ["context or expert"] * has_other_axes
+        raise ConfigError(
+            f"copies between GPUs serve {', '.join(names)}, and a trace does not name the exchange of a copy; use "
+            "collectives for all but one of tensor, data gather and data reduce: --overlap.tensor=async, "
+            "--overlap.gathers=collectives, --overlap.reductions=collectives, --overlap.context=collectives, "
+            "--overlap.expert=collectives"
+        )
+    return next(iter(kinds), "tensor")
 
 
 def _traced(step: Callable[[], None], activities: list[Any]) -> list[dict[str, Any]]:
@@ -232,16 +259,20 @@ def _group(event: dict[str, Any]) -> str:
     return str(details.get("Process Group Name") or details.get("Process Group Description", ""))
 
 
-def busy(events: Iterable[dict[str, Any]], serves: dict[int, str] | None = None) -> list[BusyTime]:
+def busy(
+    events: Iterable[dict[str, Any]], serves: dict[int, str] | None = None, copy_kind: str = "tensor"
+) -> list[BusyTime]:
     """Return the busy times of a device in order of time, from a Chrome trace of torch's profiler.
 
-    serves: by stream, the group whose collectives it runs, if the trace does not name the group (groups_of).
+    Args:
+        serves: by stream, the group whose collectives it runs, if the trace does not name the group (groups_of).
+        copy_kind: kind of copies between GPUs (find_copy_kind).
     """
     result = []
     for event in events:
         if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
-        result.append((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6) + _kind(event, serves or {}))
+        result.append((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6) + _kind(event, serves or {}, copy_kind))
     first = min((start for start, *_ in result), default=0.0)
     return sorted((BusyTime(a - first, b - first, *subject) for a, b, *subject in result), key=lambda b: b.start)
 
@@ -253,14 +284,14 @@ def after_meeting(stretches: list[BusyTime]) -> list[BusyTime]:
     return [replace(b, start=b.start - zero, stop=b.stop - zero) for b in stretches[begun:]]
 
 
-def _kind(event: dict[str, Any], serves: dict[int, str]) -> tuple[str, str]:
+def _kind(event: dict[str, Any], serves: dict[int, str], copy_kind: str) -> tuple[str, str]:
     """Return an event's kind and its group's name, or an empty string if it is not a collective."""
     name = event["name"]
     if "nccl" in name.lower():
         group = _group(event) or serves.get(event.get("args", {}).get("stream", -1), "")
         return _kind_of(group), group
     if "PtoP" in name:
-        return "tensor", ""  # the exchange's copies from peers
+        return copy_kind, ""
     return COMPUTE, ""
 
 

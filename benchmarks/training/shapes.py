@@ -366,7 +366,8 @@ def measure_ours(
 def check_tasks(tasks: Sequence[Task], world: int, device: str | None) -> None:
     """Print the plan of each task, and why others cannot run.
 
-    Raises the first task's error after all tasks, FitError if several tasks cannot run.
+    Raises the error of a single such task after all tasks. For several, raises FitError, or ConfigError if the settings
+    of one are wrong.
     """
     errors: list[MegascaleError] = []
     for task in tasks:
@@ -379,11 +380,12 @@ def check_tasks(tasks: Sequence[Task], world: int, device: str | None) -> None:
             print_plan(task, config, world)
     if len(errors) == 1:
         raise errors[0]
-    if errors:
-        raise FitError(
-            f"{len(errors)} of {len(tasks)} rows cannot run on {world} processes; the reasons are above. Choose others "
-            "with --only, or set --nproc to the number that a row needs"
-        )
+    if not errors:
+        return
+    summary = f"{len(errors)} of {len(tasks)} rows cannot run on {world} processes; the reasons are above"
+    if any(not isinstance(error, FitError) for error in errors):
+        raise ConfigError(f"{summary}. Correct their settings, or choose others with --only")
+    raise FitError(f"{summary}. Choose others with --only, or set --nproc to the number that a row needs")
 
 
 def print_plan(task: Task, config: Config, world: int) -> None:

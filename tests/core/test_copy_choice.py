@@ -14,7 +14,8 @@ from megascale.core.copy_choice import (
 )
 from megascale.core.grid import Grid
 from megascale.core.layout import lay_out
-from megascale.core.mapped_layout import GPU_PAGE_BYTES
+from megascale.core.mapped_layout import GPU_PAGE_BYTES, count_mapped_bytes
+from megascale.core.parameter_counts import count_stage_parameters, count_stage_units
 from megascale.core.rank_memory import estimate_rank_memory
 
 
@@ -123,3 +124,31 @@ def test_slots_with_own_shards_are_planned_without_memory_for_them(monkeypatch, 
 
     saved_bytes = estimate_weights("0") - estimate_weights(switch)
     assert saved_bytes == saved_pages * GPU_PAGE_BYTES
+
+
+def test_slots_of_chunks_are_planned_as_the_trainer_assigns_them():
+    """Chunks differ in size, so that another assignment needs up to a tenth more memory, or less."""
+    settings = [
+        "--model.preset=gpt-13b",
+        "--model.layers=40",
+        "--model.vocab_size=50304",
+        "--model.tied_embeddings=false",
+        "--train.micro_batch=1",
+        "--train.global_batch=32",
+        "--train.precision=bfloat16",
+        "--parallel.zero=3",
+        "--parallel.data=4",
+        "--parallel.pipeline=2",
+        "--parallel.virtual_stages=4",
+        "--parallel.layer_split=[5,5,5,5,5,5.5,5.5,4]",
+    ]
+    layout = lay_out(config.load(None, settings), 8)
+    parallel = layout.config.parallel
+    units = count_stage_units(layout.config.model, parallel, 0)
+    resident = count_stage_parameters(layout.config.model, parallel, 0) - units.sharded
+    chunk_slots = layout.chunk_slots(0)
+    slot_bytes = count_mapped_bytes(units.list_slot_units(0, itemsize=2, chunk_slots=chunk_slots), 4)
+    round_robin_bytes = count_mapped_bytes(units.list_slot_units(0, itemsize=2, chunk_slots=(0, 1, 2, 0)), 4)
+    assert slot_bytes > round_robin_bytes
+    memory, _ = layout.stage_memory(0)
+    assert memory.weights == 2 * resident + slot_bytes

@@ -30,8 +30,12 @@ def print_table(**options: object) -> list[str]:
     table.add_row(NAME, "committed", PROSE)
     table.add_row("model.norm", "lost", "")
     stream = io.StringIO()
-    OutputConsole(file=stream, highlight=False, **options).print(table)
-    return stream.getvalue().splitlines()
+    console = OutputConsole(file=stream, highlight=False, **options)
+    console.print(table)
+    output = stream.getvalue()
+    console.print(table)
+    assert stream.getvalue() == 2 * output  # a print leaves the table as it is
+    return output.splitlines()
 
 
 @pytest.fixture(autouse=True)

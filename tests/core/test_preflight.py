@@ -357,8 +357,13 @@ def test_memory_that_lacks_only_after_a_loss_is_a_warning():
     assert output == []
     check_host_memory(layout, share, replace(SMALL, memory=2 * needed - 1), snapshot_growth=2.0, report=output.append)
     assert len(output) == 1
-    for part in ("resilience.max_missing_replicas=1", f"{2 * needed / GIB:,.1f} GiB", "checkpoint.slots=1"):
+    remedy = "set checkpoint.slots=1 or resilience.continue_replicas=false"  # at least one replica may be missing
+    for part in ("resilience.max_missing_replicas=1", f"{2 * needed / GIB:,.1f} GiB", remedy):
         assert part in output[0]
+    # continue_replicas needs the copies of other hosts' snapshots.
+    remedy = r"set checkpoint\.slots=1 or resilience\.continue_replicas=false and checkpoint\.replicas=false, fewer"
+    with pytest.raises(FitError, match=remedy):
+        check_host_memory(layout, share, replace(SMALL, memory=1))
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.sampled_from(["adamw", "lamb", "muon"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from megascale.checkpoint.object_collectives import forget_groups
 from megascale.core.group_names import make_attempt_suffix
 from megascale.core.layout import lay_out
 from megascale.optim.update_hold import UpdateHold
+from megascale.parallel import parameter_slots
 from megascale.rendezvous.group_sockets import cut_connections, list_new_sockets, list_sockets
 from megascale.rendezvous.groups import make_groups
 from megascale.train.engine import Engine
@@ -155,6 +157,36 @@ def test_uneven_shares_go_on_with_new_groups(name: str, pool):
     expected = pool.run(test_uneven_shares.train, chosen.world, chosen.tree)
     result = pool.run(train_through_failure, chosen.world, chosen.tree, 2, False, test_uneven_shares.run_step)
     assert_same(expected, result)
+
+
+def fail_in_gather(rank: int, world: int, tree: dict[str, Any], gathers: int) -> list[bool]:
+    """Let a step fail in the call of a gather. Return whether each unit owns its slot after the step is dropped."""
+    engine = make_engine(rank, world, tree)
+    report = RankReport()
+    run_step(engine, 1, report)
+    engine.synchronize()
+    count = 0
+    original = parameter_slots.all_gather_into
+
+    def gather(*arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == gathers:
+            raise Injected
+        return original(*arguments)
+
+    with mock.patch.object(parameter_slots, "all_gather_into", gather), pytest.raises(Injected):
+        run_step(engine, 2, report)
+    engine.data_parallel.drop_communication()
+    slots = engine.data_parallel.parameter_slots
+    return [unit is not None and unit.owns_slot for units in slots.units for unit in units]
+
+
+def test_a_unit_whose_gather_failed_is_gathered_again(pool):
+    """Otherwise a rank would skip the gather in the next attempt, and its peers would wait for it."""
+    layout = CASES["data, ZeRO-3"][0]
+    for owns_slot in pool.run(fail_in_gather, layout.world, layout.tree, 2):
+        assert not any(owns_slot)
 
 
 def check(chosen: Case, forwards: int, pool, replays: bool = False) -> None:

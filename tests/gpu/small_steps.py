@@ -101,6 +101,7 @@ def train(
     engine.synchronize()
     torch.cuda.synchronize()
     full = time.perf_counter() - began
+    engine.close()
     if engine.graphs is None:
         eager = engine.active.get("CUDA graphs", "off")
     elif engine.graphs.count_captures():

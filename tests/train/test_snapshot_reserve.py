@@ -61,6 +61,10 @@ def test_no_memory_is_ordered_before_the_engine_without_a_use(sections: dict, mo
     (sizes,) = ordered
     assert 0 < sizes["size"] < sizes["reserved"]
     assert sizes["spare"] == 2 * sizes["reserved"]  # two slots of the other rank
+    replicas = {"checkpoint": {"background": True, "memory_interval": 1, "replicas": True, "slots": 1}}
+    order_slots(Config.model_validate({"parallel": {"data": 2}} | model | replicas), info)
+    sizes = ordered.pop()
+    assert sizes["spare"] == (1 + 2 * 2) * sizes["reserved"]  # a peer's rank has two replicas of its single slot
     config = Config.model_validate({"parallel": {"data": 2}} | model | background | sections)
     assert order_slots(config, info) is None
     assert len(ordered) == 1

@@ -192,6 +192,9 @@ def measure_steps(
     if watch and rank_info.rank == 0:
         watcher = _make_watcher(device)
     engine = Engine(layout, groups, device, fields=samples.fields)
+    # Figures at a time limit contain the memory too, and no step changes it.
+    monitor.exchange_bytes = engine.count_exchange_bytes()
+    device_records.exchange_memory_gib = monitor.exchange_bytes / 2**30
     if even_experts:
         _select_experts_evenly(engine)
     start_seconds = time.perf_counter() - start
@@ -205,22 +208,19 @@ def measure_steps(
     if rank_info.rank == 0:
         monitor.make_result = make_result
     with close_engine_at_end(engine):
-        try:
-            with watcher or contextlib.nullcontext():
-                _time_steps(
-                    engine,
-                    samples,
-                    steps,
-                    warmup=warmup,
-                    gc_interval=config.train.gc_interval,
-                    records=step_records,
-                    monitor=monitor,
-                )
-        finally:
-            monitor.exchange_bytes = engine.count_exchange_bytes()
+        with watcher or contextlib.nullcontext():
+            _time_steps(
+                engine,
+                samples,
+                steps,
+                warmup=warmup,
+                gc_interval=config.train.gc_interval,
+                records=step_records,
+                monitor=monitor,
+            )
         next_step = warmup + steps + 1
         if device.type == "cuda":
-            _measure_memory(monitor.exchange_bytes, device, device_records)
+            _measure_memory(device, device_records)
             _measure_gemm_rate(device, device_records, gemm_seconds)
             # With a pipeline, a device also waits for the messages of other stages.
             if config.parallel.pipeline == 1:
@@ -276,10 +276,10 @@ def _measure_gemm_rate(device: torch.device, records: _DeviceRecords, seconds: f
         records.gemm_rates.append(measure_sustained_gemm_rate(device, seconds))
 
 
-def _measure_memory(exchange_bytes: int, device: torch.device, records: _DeviceRecords) -> None:
+def _measure_memory(device: torch.device, records: _DeviceRecords) -> None:
+    """Add the peak of this rank's memory and the device's memory in use to the records."""
     import torch
 
-    records.exchange_memory_gib = exchange_bytes / 2**30
     records.peak_memory_gib = torch.cuda.max_memory_allocated(device) / 2**30 + records.exchange_memory_gib
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     records.used_memory_gib = (total_bytes - free_bytes) / 2**30

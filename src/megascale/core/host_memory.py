@@ -65,6 +65,19 @@ def count_replica_slots(settings: CheckpointConfig) -> int:
     return max(2, count_slots(settings))
 
 
+def count_other_snapshots(settings: CheckpointConfig, local_ranks: int, *, has_peer: bool) -> int:
+    """Return the number of snapshots that a host's memory holds besides those of one of its ranks.
+
+    Args:
+        local_ranks: number of ranks of the host.
+        has_peer: whether the host also holds copies of another host's snapshots (checkpoint.replicas).
+    """
+    count = (local_ranks - 1) * count_slots(settings)
+    if has_peer:
+        count += local_ranks * count_replica_slots(settings)
+    return count
+
+
 def estimate_snapshot_bytes(layout: Layout, stage: int) -> int:
     """Return the bytes of one snapshot of a rank of a pipeline stage."""
     config = layout.config

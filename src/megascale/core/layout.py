@@ -108,7 +108,7 @@ class Layout:
             return None
         return count_stage_units(config.model, config.parallel, stage).find_table_part(self.bucket_elements)
 
-    def chunk_slots(self, stage: int) -> list[int] | None:
+    def chunk_slots(self, stage: int) -> tuple[int, ...] | None:
         """Return the slot of each chunk of a stage if ZeRO-3 gathers whole chunks, else None."""
         if self.config.parallel.zero < 3 or not has_chunk_slots(self.config.parallel.virtual_stages):
             return None

@@ -55,7 +55,7 @@ from megascale.core.schedule import (
     make_kind_mask,
 )
 from megascale.core.tensors import DTYPE_BYTES
-from megascale.core.unit_slots import size_staging
+from megascale.core.unit_slots import assign_chunk_slots, has_chunk_slots, size_staging
 
 # Largest size of the logits that exist at a time: the loss divides the tokens accordingly (ops/cross_entropy.py).
 MAX_LOGITS_BYTES = 2**30
@@ -181,7 +181,9 @@ def estimate_stage_memory(
     """
     rank = _RankShape(model, parallel, grid, schedule, stage, micro_batch, precision, linear_precision, adapters)
     trained = rank.count_trained()
-    weights = _count_weight_bytes(model, parallel, grid, stage, itemsize=rank.itemsize, maps_shards=maps_shards)
+    weights = _count_weight_bytes(
+        model, parallel, grid, schedule, stage=stage, itemsize=rank.itemsize, maps_shards=maps_shards
+    )
     if adapters is None:
         gradients = _gradient_bytes(
             model,
@@ -388,7 +390,14 @@ def gathers_float8(model: ModelConfig, parallel: ParallelConfig, linear_precisio
 
 
 def _count_weight_bytes(
-    model: ModelConfig, parallel: ParallelConfig, grid: Grid, stage: int, *, itemsize: int, maps_shards: bool
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    grid: Grid,
+    schedule: Schedule,
+    *,
+    stage: int,
+    itemsize: int,
+    maps_shards: bool,
 ) -> int:
     """Return the bytes of parameters in the training precision that a rank of a stage holds.
 
@@ -401,7 +410,11 @@ def _count_weight_bytes(
     units = count_stage_units(model, parallel, stage)
     resident_bytes = itemsize * (parameters - units.sharded)
     if maps_shards:
-        slot_units = units.list_slot_units(parallel.zero3_keep_layers, itemsize)
+        chunk_slots = None
+        if has_chunk_slots(parallel.virtual_stages):
+            # Chunks differ in size, so the memory of a slot depends on which chunks share it.
+            chunk_slots = assign_chunk_slots(schedule, stage)
+        slot_units = units.list_slot_units(parallel.zero3_keep_layers, itemsize, chunk_slots)
         mapped_bytes = count_mapped_bytes(slot_units, grid.shards)
         if mapped_bytes is not None:
             return resident_bytes + mapped_bytes

@@ -39,6 +39,7 @@ class OutputConsole(Console):
         if sum(width.minimum for width in ranges) + margins > available:
             self._print_blocks(table)
             return
+        own_widths = [column.width for column in table.columns]
         if sum(width.maximum for width in ranges) + margins > available:
             widths = _share_width(ranges, available - margins)
             for column, width in zip(table.columns, widths, strict=True):
@@ -49,6 +50,8 @@ class OutputConsole(Console):
             super().print(table, **options)
         finally:
             self._width = previous_width
+            for column, own_width in zip(table.columns, own_widths, strict=True):
+                column.width = own_width
 
     def _measure_table(self, table: Table) -> Measurement:
         return Measurement.get(self, self.options.update(width=_UNLIMITED_WIDTH), table)

@@ -252,21 +252,23 @@ class UnitElements:
         shared_slots = 2 if persistent_blocks < block_count else 0
         return (shared_slots + persistent_blocks) * self.block + self.outer
 
-    def list_slot_units(self, persistent_blocks: int, itemsize: int) -> tuple[PlannedUnit, ...]:
+    def list_slot_units(
+        self, persistent_blocks: int, itemsize: int, chunk_slots: Sequence[int] | None = None
+    ) -> tuple[PlannedUnit, ...]:
         """Return the units that ZeRO-3 gathers, with their slots (parallel/slot_units.py).
 
         Args:
             persistent_blocks: parallel.zero3_keep_layers.
             itemsize: bytes of an element.
+            chunk_slots: slot of each chunk if complete chunks are gathered (core/unit_slots.py), else None.
         """
         units = []
-        if has_chunk_slots(len(self.blocks)):
-            # The search for better slots of chunks (assign_chunk_slots) changes the memory by single pages.
-            for chunk, blocks in enumerate(self.blocks):
+        if chunk_slots is not None:
+            for chunk, (blocks, slot) in enumerate(zip(self.blocks, chunk_slots, strict=True)):
                 # A buffer holds units in reverse order of the forward.
                 elements = (self.heads[chunk], *reversed(blocks), self.embeddings[chunk])
                 bucket_bytes = tuple(itemsize * count for count in elements if count)
-                units.append(PlannedUnit(chunk % CHUNK_SLOTS, bucket_bytes))
+                units.append(PlannedUnit(slot, bucket_bytes))
             return tuple(units)
         persistent = select_persistent_blocks(self.block_counts, persistent_blocks)
         block_elements = []  # of the blocks with matrices of each chunk

@@ -134,11 +134,16 @@ def check_host_memory(
         return
     grown_bytes = needs.total + int((snapshot_growth - 1) * needs.memory.copies)
     if grown_bytes > capacity.memory:
+        alternatives = ["resilience.continue_replicas=false"]
+        if config.resilience.max_missing_replicas > 1:
+            alternatives.insert(0, "a smaller resilience.max_missing_replicas")
+        if count_slots(config.checkpoint) > 1:
+            alternatives.insert(0, "checkpoint.slots=1")
         report(
             f"resilience.max_missing_replicas={config.resilience.max_missing_replicas}: with as many replicas missing, "
             f"copies of the state grow and {_describe_ranks(share)} need {_format_size(grown_bytes)} of this host's "
             f"memory, of which {capacity.memory_from} leaves {_format_size(capacity.memory)}. Snapshots would then "
-            f"fail; set {_list_smaller_copies(config.checkpoint)}, or a smaller resilience.max_missing_replicas"
+            f"fail; set {' or '.join(alternatives)}"
         )
 
 
@@ -356,18 +361,21 @@ class _HostNeeds:
         if largest == self.tensor_bytes:
             return _suggest_smaller_tensors(config)
         if largest == memory.copies:
-            return f"set {_list_smaller_copies(config.checkpoint)}, fewer ranks per host, or a host with more memory"
+            return f"set {_list_smaller_copies(config)}, fewer ranks per host, or a host with more memory"
         if largest == memory.optimizer_state:
             return "set optimizer.offload=false, fewer ranks per host, or a host with more memory"
         return "set parallel.offload_activations=false, or use a host with more memory"
 
 
-def _list_smaller_copies(settings: CheckpointConfig) -> str:
+def _list_smaller_copies(config: Config) -> str:
     """Return the settings that need fewer copies of the state, as alternatives."""
+    settings = config.checkpoint
     alternatives = []
     if count_slots(settings) > 1:
         alternatives.append("checkpoint.slots=1")
-    if settings.replicas:
+    if settings.replicas and config.resilience.continue_replicas:  # it needs the copies of other hosts' snapshots
+        alternatives.append("resilience.continue_replicas=false and checkpoint.replicas=false")
+    elif settings.replicas:
         alternatives.append("checkpoint.replicas=false")
     if not settings.memory_interval and not settings.replicas:
         alternatives.append("checkpoint.background=false")

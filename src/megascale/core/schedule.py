@@ -182,7 +182,9 @@ class Schedule:
             and all(np.array_equal(a, b) for a, b in zip(self.tables, other.tables, strict=True))
         )
 
-    __hash__ = None  # type: ignore[assignment]
+    def __hash__(self) -> int:
+        """Return a hash of the sizes, which equal schedules have in common. A hash of the tables would take longer."""
+        return hash((self.stages, self.virtual_stages, self.microbatches))
 
     @property
     def chunk_map(self) -> ChunkMap:

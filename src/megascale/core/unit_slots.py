@@ -11,6 +11,7 @@ and are gathered once per step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from megascale.core.schedule import COMPUTES, ActionKind, Schedule
 
@@ -105,7 +106,9 @@ def assign_block_slots(persistent: Sequence[Sequence[bool]]) -> list[list[int]]:
     return slots
 
 
-def assign_chunk_slots(schedule: Schedule, stage: int) -> list[int]:
+# Cached because the search takes up to 0.1 s, and a plan needs the slots for its memory and for its traffic.
+@lru_cache(maxsize=64)
+def assign_chunk_slots(schedule: Schedule, stage: int) -> tuple[int, ...]:
     """Return the slot of each chunk of a stage, chosen by a local search so that a step gathers few times.
 
     The search starts with round-robin slots. It moves single chunks as long as a move saves gathers.
@@ -124,7 +127,7 @@ def assign_chunk_slots(schedule: Schedule, stage: int) -> list[int]:
                     slots = candidate_slots
                     fewest_gathers = gather_count
                     is_improved = True
-    return slots
+    return tuple(slots)
 
 
 def list_chunk_uses(schedule: Schedule, stage: int) -> list[int]:

@@ -188,8 +188,13 @@ class Float8Gather:
 
     def drop_communication(self) -> None:
         """Forget the reductions in flight, because the step has failed and the groups are gone."""
-        self._amax_reductions.clear()
+        self.drop_reductions()
         self.invalidate()
+
+    def drop_reductions(self) -> None:
+        """Forget the reductions in flight. With ZeRO-3 the next gather casts the shards again."""
+        self._amax_reductions.clear()
+        self.is_stale = True
 
     def invalidate(self) -> None:
         """Let a read of gathered bytes raise TrainingError, because shards are changing."""

@@ -299,10 +299,14 @@ class ParameterSlots:
 
     def drop_communication(self) -> None:
         """Forget gathers in flight and gathered matrices, because the step has failed and the groups are gone."""
-        for unit in self._gathered:
+        # All units: if a call of a gather failed, its unit owns the slot and is not in `_gathered`. A rank that keeps
+        # such a unit would skip its next gather, for which the other ranks would wait.
+        for unit in self._all_units():
             unit.pending.clear()
             unit.owns_slot = False
         self._gathered.clear()
+        for float8 in self._float8:
+            float8.drop_reductions()
 
     def wait(self) -> None:
         """Wait for all gathers in flight."""

@@ -6,7 +6,7 @@ import os
 
 from megascale.checkpoint import EarlySlots
 from megascale.config import Config
-from megascale.core.host_memory import checkpoint_bytes, count_slots
+from megascale.core.host_memory import checkpoint_bytes, count_other_snapshots
 from megascale.core.preflight import MIB
 from megascale.core.process_orders import MISSING_VARIABLE
 from megascale.train.rank_info import RankInfo
@@ -29,16 +29,14 @@ def order_slots(config: Config, info: RankInfo) -> EarlySlots | None:
     necessary, sufficient = estimate_slot_sizes(config, info.world)
     if necessary < _LEAST_EARLY_BYTES:
         return None
-    rank_count = info.local_world - 1  # ranks besides this one whose snapshots are on this host
-    if config.checkpoint.replicas:
-        rank_count += info.local_world
+    other_count = count_other_snapshots(config.checkpoint, info.local_world, has_peer=config.checkpoint.replicas)
     return EarlySlots(
         config.checkpoint,
         config.run_folder,
         rank=info.rank,
         size=int(necessary / _MARGIN),  # memory of an ended process suffices, which has exactly the size of its file
         reserved=sufficient,
-        spare=rank_count * count_slots(config.checkpoint) * sufficient,
+        spare=other_count * sufficient,
         device=info.device,
     )
 

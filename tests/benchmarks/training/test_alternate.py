@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.training.alternate import SETTINGS, change, difference, order, parse
+from benchmarks.training.alternate import SETTINGS, change, difference, measure, order, parse
+from megascale import config as configuration
 from megascale.config import ParallelConfig, from_tree
 from megascale.core.batch import Batch
 from megascale.core.layout import lay_out
@@ -45,6 +46,14 @@ def test_values_take_turns_and_train_alike(benchmarks, tmp_path):
     losses = [loss for one in record["values"] for loss in one["losses"]]
     assert losses == pytest.approx([losses[0]] * 12, rel=1e-5)
     assert "selective" in result.stdout
+
+
+def test_peers_learn_that_a_measurement_has_ended():
+    config = configuration.load(None, SMALL)
+    with mock.patch.object(Engine, "close") as close:
+        record = measure(config, "parallel.recompute", ["none", "full"], turns=1, each=1)
+    assert record is not None
+    close.assert_called_once_with()
 
 
 @pytest.mark.parametrize(("replicas", "is_deterministic"), [(1, True), (2, False)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.training import exposed
 from benchmarks.training.exposed import COMPUTE, IDLE, KINDS, BusyTime
-from megascale.errors import TrainingError
+from megascale.errors import ConfigError, TrainingError
 
 
 def event(name: str, start: float, duration: float, purpose: str = "", category: str = "kernel") -> dict:
@@ -38,6 +39,34 @@ def test_events_are_sorted_into_kinds():
     assert result[0] == BusyTime(0.0, pytest.approx(3e-3), COMPUTE)
     assert [b.group for b in result if b.group] == ["forward", "data_gather", "data_reduce", "default_pg"]
     assert (result[-1].start, result[-1].stop) == (pytest.approx(7e-3), pytest.approx(8e-3))
+    assert [b.kind for b in exposed.busy(trace, copy_kind="data reduce")].count("data reduce") == 2
+
+
+@pytest.mark.parametrize(
+    ("exchanges", "expected"),
+    [
+        ([], "tensor"),
+        (["tensor"], "tensor"),
+        (["gather"], "data gather"),
+        (["reduction"], "data reduce"),
+        (["gather", "reduction"], "copies between GPUs serve data gather, data reduce, and"),
+        (["tensor", "context"], "copies between GPUs serve tensor, context or expert, and"),
+    ],
+)
+def test_copies_belong_to_the_only_exchange(exchanges: list[str], expected: str):
+    """With ZeRO-3 gathers and reductions are copies too, and the events of a trace do not say which."""
+    made = {name: object() for name in exchanges}
+    engine = SimpleNamespace(
+        tensor_axis=SimpleNamespace(exchange=made.get("tensor")),
+        gather_exchange=made.get("gather"),
+        reduction_exchange=made.get("reduction"),
+        list_exchanges=lambda: list(made.values()),
+    )
+    if " " in expected and not expected.startswith("data"):
+        with pytest.raises(ConfigError, match=expected):
+            exposed.find_copy_kind(engine)
+    else:
+        assert exposed.find_copy_kind(engine) == expected
 
 
 def test_a_stream_is_known_by_the_group_that_a_trace_with_the_hosts_side_names():

@@ -16,8 +16,8 @@ import pytest
 
 from benchmarks.training import peer_shapes
 from benchmarks.training.peer_shapes import make_comparison
-from benchmarks.training.shape_file import PeerRun, load_shapes
-from benchmarks.training.shapes import list_tasks, load_configs, summarise_peaks
+from benchmarks.training.shape_file import PeerRun, Shape, load_shapes
+from benchmarks.training.shapes import Task, check_tasks, list_tasks, load_configs, summarise_peaks
 from megascale.core.layout import lay_out
 from megascale.core.rank_memory import GPU_CONTEXT
 from megascale.errors import ConfigError
@@ -179,7 +179,7 @@ def test_a_shape_that_takes_too_long_ends_and_the_next_follows(tmp_path, end_ste
     )
     out = tmp_path / "rows.json"
     words = ["shapes", file, f"--nproc={processes}", "--device=cpu", "--out", out]
-    before = END_IN_STEP.replace("END_STEP", str(end_step))
+    before = END_IN_STEP.replace("END_STEP", str(end_step)) + "Engine.count_exchange_bytes = lambda engine: 3 << 30\n"
     process = Forked(words, cwd=tmp_path, split=True, module=BENCHMARKS, before=before)
     try:
         output, errors = process.communicate(timeout=120)
@@ -193,6 +193,7 @@ def test_a_shape_that_takes_too_long_ends_and_the_next_follows(tmp_path, end_ste
         assert "took longer than 300 s (warm-up step " in row["failed"]
         assert "of 100000000" in row["failed"]
         return
+    assert row["exchange_memory_gib"] == 3
     steps = len(row["all_step_seconds"])
     assert steps >= 3
     assert row["step_seconds"] > 0
@@ -340,6 +341,9 @@ def test_a_check_lists_all_rows_and_those_that_cannot_run(benchmarks, tmp_path):
     for name in ("two", "three"):
         assert any(line.startswith(f"{name}: cannot run: shape {name} on 1 processes: ") for line in lines)
     assert "2 of 4 rows cannot run on 1 processes" in " ".join(result.stderr.split())
+    wrong = [Task(Shape(name=name, arguments=["tiny", "--model.layers=0"])) for name in ("four", "five")]
+    with pytest.raises(ConfigError, match=r"2 of 2 rows .* Correct their settings"):
+        check_tasks(wrong, 1, "cpu")
     result = benchmarks("shapes", file, "--nproc=1", "--device=cpu", "--check", "--only=one", "--only=two")
     assert result.returncode == 3
     assert "shape two on 1 processes" in " ".join(result.stderr.split())

@@ -69,7 +69,7 @@ from megascale.checkpoint.storage.base import PAGE
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import CheckpointConfig
 from megascale.core.exit_record import ExitKind, attach_record, find_exit_record
-from megascale.core.host_memory import count_slots
+from megascale.core.host_memory import count_other_snapshots, count_slots
 from megascale.core.stopwatch import Stopwatch
 from megascale.errors import FitError, MegascaleError, TrainingError
 from megascale.services.conversation import Conversation, close_descriptors
@@ -611,11 +611,8 @@ class Snapshots:
         Args:
             size: bytes of a slot of this process.
         """
-        rank_count = len(self._local_ranks)
-        share_count = rank_count - 1
-        if self._peer is not None:
-            share_count += rank_count
-        return share_count * size * self.slot_count
+        has_peer = self._peer is not None
+        return size * count_other_snapshots(self._config, len(self._local_ranks), has_peer=has_peer)
 
     def _close_unused_slots(self) -> None:
         """Release slots of earlier attempts whose memory was too small or belonged to a lost service.
