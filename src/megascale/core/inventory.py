@@ -99,7 +99,7 @@ def resolve_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
 
 def has_experts(model: ModelConfig) -> bool:
     """Return whether any layer of the model has experts."""
-    return any(isinstance(layer.feed_forward, ExpertsSpec) for layer in resolve_layers(model))
+    return any(isinstance(layer.feed_forward, ExpertsSpec) for layer, _ in count_distinct_layers(model))
 
 
 @lru_cache(maxsize=256)

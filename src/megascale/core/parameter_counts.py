@@ -138,11 +138,15 @@ def count_chunk_parameters(
         duplicates_tied = chunk_count > 1
     outer = _count_outer_parameters(model, tensor)
     count = int(_parameter_sums(model, tensor, expert).of_chunk(layers))
-    if chunk == 0:
-        count += outer.embeddings
+    return count + _count_outside_layers(outer, chunk, chunk_count, model.tied_embeddings and duplicates_tied)
+
+
+def _count_outside_layers(outer: _OuterCounts, chunk: int, chunk_count: int, duplicates_tied: bool) -> int:
+    """Return a chunk's parameters outside layers. `duplicates_tied`: the last chunk has tied embeddings too."""
+    count = outer.embeddings if chunk == 0 else 0
     if chunk == chunk_count - 1:
         count += outer.norm_and_head
-        if model.tied_embeddings and duplicates_tied:
+        if duplicates_tied:
             count += outer.logits_matrix
     return count
 
@@ -177,17 +181,12 @@ def _count_parameters_by_chunk(model: ModelConfig, parallel: ParallelConfig, sta
     """Return the parameters of each chunk of a stage on one tensor-parallel rank."""
     chunk_map = chunk_map_of(parallel)
     layers = assign_layers(model, parallel)
-    duplicates_tied = len(chunk_map.end_stages) > 1
+    duplicates_tied = model.tied_embeddings and len(chunk_map.end_stages) > 1
+    # Each look-up hashes the model, so the chunks share one.
+    sums = _parameter_sums(model, parallel.tensor, parallel.expert_ranks)
+    outer = _count_outer_parameters(model, parallel.tensor)
     return [
-        count_chunk_parameters(
-            model,
-            layers[position],
-            position,
-            chunk_map.chunks,
-            parallel.tensor,
-            duplicates_tied=duplicates_tied,
-            expert=parallel.expert_ranks,
-        )
+        int(sums.of_chunk(layers[position])) + _count_outside_layers(outer, position, chunk_map.chunks, duplicates_tied)
         for position in chunk_map.stage_chunks(stage)
     ]
 

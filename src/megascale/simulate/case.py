@@ -135,7 +135,10 @@ class Case:
 
         Raises FitError for a model with layers of experts, whose kernels are not calibrated.
         """
-        layers = resolve_layers(model.model_copy(update={"window": software.window}))
+        model_of_software = model
+        if model.window != software.window:
+            model_of_software = model.model_copy(update={"window": software.window})
+        layers = resolve_layers(model_of_software)
         if any(isinstance(layer.feed_forward, ExpertsSpec) for layer in layers):
             raise FitError(
                 "model.mlp=experts has no price: the simulator is not calibrated for grouped GEMMs; `megascale plan` "

@@ -19,6 +19,7 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8))
 # The value for 1 comes from nanoGPT (Karpathy): padding a vocabulary of 50,257 to 50,304 made training of GPT-2 124M
 # about 25% faster, where logits take a third of the time. The values for 2 and 4 are assumed.
 ALIGNMENT = {1: 0.55, 2: 0.7, 4: 0.85, 8: 1.0}
+_ALIGNMENT_SHARES = np.array([ALIGNMENT.get(divisor, 1.0) for divisor in range(9)])  # by divisor
 # Share of a copy's bandwidth that memory-bound batched GEMMs reach. Measured on an H200 with scores of 32 heads, 2,048
 # x 2,048, and head dimensions of 64 to 128 (dev/log.md, 2026-11-24).
 BATCHED_MEMORY = 0.82
@@ -115,7 +116,7 @@ def wave_efficiency(rows: Any, columns: Any, processors: int, batch: Any = 1) ->
 def alignment_efficiency(columns: Any, depth: Any) -> Any:
     """Return the share of a GEMM's speed that remains for the alignment of its widths (see ALIGNMENT)."""
     divisor = np.gcd(np.gcd(np.rint(columns).astype(np.int64), np.rint(depth).astype(np.int64)), 8)
-    return np.select([divisor == width for width in ALIGNMENT], list(ALIGNMENT.values()), default=1.0)
+    return _ALIGNMENT_SHARES[divisor]
 
 
 def gemm_seconds(

@@ -6,7 +6,7 @@ A software stack ("the stack", `Software`) is a trainer: its kernels, overlaps a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -75,7 +75,7 @@ class Scenario:
             software = make_engine_software(config, self.base)
         return replace(self, config=config, cluster=cluster, software=software)
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         """The layout. Raises FitError if sizes do not divide."""
         return lay_out_priced(self.config, self.gpus)
@@ -148,8 +148,9 @@ class Scenario:
         # The first, a middle and the last stage, and the stages with the ends of the model.
         stages = sorted({0, pipeline // 2, pipeline - 1, *layout.chunk_map.end_stages})
         block = "parallel" if self.software.parallel_block else "serial"
-        model = self.config.model.model_copy(update={"block": block})
-        config = self.config.model_copy(update={"model": model})
+        config = self.config
+        if config.model.block != block:
+            config = config.model_copy(update={"model": config.model.model_copy(update={"block": block})})
         available_bytes = (self.cluster.gpu.memory_gib - RESERVE_GIB) * GIB
         totals = []
         for stage in stages:
