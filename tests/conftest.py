@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import functools
 import gc
@@ -62,6 +63,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         use_shared_server()
     elif (getattr(config.option, "numprocesses", None) or 0) > 1 and not config.option.collectonly:
+        if not sys.dont_write_bytecode:
+            # In a new clone the fork server and all workers would compile the package at the same time.
+            compileall.compile_dir(Path(__file__).parents[1] / "src", quiet=2)
         share_server()
 
 
