@@ -1,4 +1,4 @@
-"""Commands outside the cases whose figures have targets, as `benchmarks targets --list` prints them."""
+"""Commands outside the cases whose figures have targets. `benchmarks targets --list` prints them."""
 
 from __future__ import annotations
 
@@ -7,30 +7,34 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel, ConfigDict
 
-from benchmarks.targets.cases import shipped
+from benchmarks.targets.cases import read_shipped_file
 
 FILE = "targets_others.toml"
 
 
-class OtherCommands(BaseModel):
-    """Commands that measure one thing, what they need and what must come of it."""
+class OtherMeasurement(BaseModel):
+    """A measurement by commands outside the cases, the hardware it needs, and its target."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     title: str
     needs: str
-    goal: str
-    lines: list[str]
+    target: str
+    commands: list[str]
 
 
-def load_others() -> list[OtherCommands]:
-    """The shipped ones."""
-    return [OtherCommands.model_validate(item) for item in tomllib.loads(shipped(FILE))["other"]]
+def load_other_measurements() -> list[OtherMeasurement]:
+    """Return the measurements of the shipped file."""
+    return [OtherMeasurement.model_validate(table) for table in tomllib.loads(read_shipped_file(FILE))["other"]]
 
 
-def list_other_commands() -> Iterator[str]:
+def format_other_measurements() -> Iterator[str]:
     """Yield the lines of the list."""
-    yield "In addition to these cases:"
-    for item in load_others():
-        yield f"{item.title}: {item.needs}; {item.goal}"
-        yield from (f"  {line}" for line in item.lines)
+    yield "Targets that other commands measure:"
+    for measurement in load_other_measurements():
+        yield ""
+        yield measurement.title
+        yield f"  needs: {measurement.needs}"
+        yield f"  target: {measurement.target}"
+        for command in measurement.commands:
+            yield f"  {command}"
