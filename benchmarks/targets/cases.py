@@ -140,8 +140,8 @@ class TargetCase(BaseModel):
     def _check_figure(self, name: str) -> None:
         figure = FIGURES.get(name)
         if figure is None or self.bench not in figure.benches:
-            known = ", ".join(key for key, candidate in FIGURES.items() if self.bench in candidate.benches)
-            raise ValueError(f"bench {self.bench} does not report the figure {name!r}; use one of {known}")
+            reported = ", ".join(key for key, candidate in FIGURES.items() if self.bench in candidate.benches)
+            raise ValueError(f"bench {self.bench} does not report the figure {name!r}; use one of {reported}")
         if figure.is_ratio and self.baseline is None:
             raise ValueError(f"{name} compares with another case; name it, such as baseline='F3'")
 

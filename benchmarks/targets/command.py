@@ -38,7 +38,7 @@ def targets(
         600.0, min=0, help="Time limit. Runs that would exceed it do not start; at the limit, runs are ended."
     ),
     repeats: int = typer.Option(2, min=1, help="Runs per case. Every second repeat has the reverse order."),
-    one_at_a_time: bool = typer.Option(
+    is_sequential: bool = typer.Option(
         False, "--alone", help="Run one case at a time, so that cases do not share power and host."
     ),
     out: Path = typer.Option(Path("bench-targets.json"), help="JSON file of results. Its runs are not repeated."),
@@ -77,7 +77,7 @@ def targets(
     for case in cases:
         case.make_config(case.data)  # a wrong setting fails before any run
     if is_list:
-        _print_list(cases, with_other_measurements=file is None and not only)
+        _print_list(cases, with_command_targets=file is None and not only)
         return
     if is_prediction:
         _print_predictions(cases)
@@ -88,7 +88,7 @@ def targets(
     interrupted = False
     try:
         jobs = list_remaining_jobs(cases, results, repeats)
-        run_jobs(jobs, devices, deadline, results.save, one_at_a_time=one_at_a_time)
+        run_jobs(jobs, devices, deadline, results.save, is_sequential=is_sequential)
     except KeyboardInterrupt:
         interrupted = True
     print_results(cases, {case.name: case for case in all_cases}, results)
@@ -226,15 +226,15 @@ def _print_predictions(cases: Sequence[TargetCase]) -> None:
         typer.echo(table)
 
 
-def _print_list(cases: Sequence[TargetCase], with_other_measurements: bool) -> None:
-    from benchmarks.targets.others import format_other_measurements
+def _print_list(cases: Sequence[TargetCase], with_command_targets: bool) -> None:
+    from benchmarks.targets.others import format_command_targets
 
     for case in cases:
         for line in _describe_case(case):
             typer.echo(line)
-    if with_other_measurements:
+    if with_command_targets:
         typer.echo("")
-        for line in format_other_measurements():
+        for line in format_command_targets():
             typer.echo(line)
 
 

@@ -12,8 +12,8 @@ from benchmarks.targets.cases import read_shipped_file
 FILE = "targets_others.toml"
 
 
-class OtherMeasurement(BaseModel):
-    """A measurement by commands outside the cases, the hardware it needs, and its target."""
+class CommandTarget(BaseModel):
+    """A target that commands outside the cases measure, and the hardware that they need."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -23,18 +23,18 @@ class OtherMeasurement(BaseModel):
     commands: list[str]
 
 
-def load_other_measurements() -> list[OtherMeasurement]:
-    """Return the measurements of the shipped file."""
-    return [OtherMeasurement.model_validate(table) for table in tomllib.loads(read_shipped_file(FILE))["other"]]
+def load_command_targets() -> list[CommandTarget]:
+    """Return the targets of the shipped file."""
+    return [CommandTarget.model_validate(table) for table in tomllib.loads(read_shipped_file(FILE))["other"]]
 
 
-def format_other_measurements() -> Iterator[str]:
+def format_command_targets() -> Iterator[str]:
     """Yield the lines of the list."""
     yield "Targets that other commands measure:"
-    for measurement in load_other_measurements():
+    for item in load_command_targets():
         yield ""
-        yield measurement.title
-        yield f"  needs: {measurement.needs}"
-        yield f"  target: {measurement.target}"
-        for command in measurement.commands:
+        yield item.title
+        yield f"  needs: {item.needs}"
+        yield f"  target: {item.target}"
+        for command in item.commands:
             yield f"  {command}"

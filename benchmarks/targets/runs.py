@@ -215,7 +215,7 @@ class _JobRunner:
         folder: Path,
         *,
         program: Sequence[str],
-        one_at_a_time: bool,
+        is_sequential: bool,
     ) -> None:
         self.running: list[_RunningJob] = []
         self._waiting = list(jobs)
@@ -223,11 +223,11 @@ class _JobRunner:
         self._free_gpus = list(gpus)
         self._folder = folder
         self._program = program
-        self._one_at_a_time = one_at_a_time
+        self._is_sequential = is_sequential
 
     def start_jobs(self, remaining_seconds: float) -> None:
         """Start the jobs whose GPUs are free and which end in `remaining_seconds`."""
-        while not (self._one_at_a_time and self.running):
+        while not (self._is_sequential and self.running):
             job = choose_next_job(
                 self._waiting,
                 len(self._free_gpus),
@@ -260,7 +260,7 @@ def run_jobs(
     deadline: float,
     save: Callable[[TargetJob, TargetRun], None],
     *,
-    one_at_a_time: bool = False,
+    is_sequential: bool = False,
     program: Sequence[str] = BENCHMARKS,
 ) -> None:
     """Run the jobs side by side on GPUs of their own, and end those that still run at the deadline.
@@ -272,14 +272,14 @@ def run_jobs(
         gpus: names of the GPUs, as in CUDA_VISIBLE_DEVICES.
         deadline: value of time.monotonic, in seconds.
         save: called with each job that has ended by itself, and its run.
-        one_at_a_time: whether a job waits until the one before has ended.
+        is_sequential: whether a job starts only after the previous one has ended.
         program: command that receives the arguments of a case.
     """
     from rich.progress import Progress
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, Progress(transient=True) as progress:
         task = progress.add_task("", total=len(jobs))
-        runner = _JobRunner(jobs, gpus, Path(folder), program=program, one_at_a_time=one_at_a_time)
+        runner = _JobRunner(jobs, gpus, Path(folder), program=program, is_sequential=is_sequential)
         try:
             runner.start_jobs(deadline - time.monotonic())
             while runner.running and time.monotonic() < deadline:

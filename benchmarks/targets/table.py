@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FULL_WIDTH = 108
 # Share of the sustained FLOP/s of plain GEMMs. It is a figure of the table without targets.
 GEMM_SHARE = "gemm_share"
-_LEFT_ALIGNED = ("case", "model, layout", "figure", "verdict")
+_TEXT_COLUMNS = ("case", "model, layout", "figure", "verdict")
 _EXPOSED_KINDS = {
     "tensor_exposed": ("tensor",),
     "pipeline_exposed": ("pipeline",),
@@ -249,23 +249,23 @@ def _make_table(rows: Sequence[TargetRow], with_descriptions: bool) -> Table:
     from rich.table import Table
 
     cells = [_format_cells(row) for row in rows]
+    has_predictions = any(row.predicted_seconds is not None for row in rows)
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    for title in cells[0]:
-        if title == "model, layout" and not with_descriptions:
-            continue
-        # A benchmark or a machine may lack a figure in all cases, such as MFU on the CPU.
-        if not any(row_cells[title] for row_cells in cells):
-            continue
+    # A benchmark or a machine may lack a figure in all cases, such as MFU on the CPU.
+    titles = [title for title in cells[0] if any(row_cells[title] for row_cells in cells)]
+    if not with_descriptions:
+        titles.remove("model, layout")
+    for title in titles:
         # Only the steps may take a third line, from three repeats on.
         is_step = title == "step, s"
         table.add_column(
-            title,
-            justify="left" if title in _LEFT_ALIGNED else "right",
+            title if has_predictions else title.removeprefix("predicted\n"),
+            justify="left" if title in _TEXT_COLUMNS else "right",
             no_wrap=not is_step,
             min_width=11 if is_step else None,
         )
     for row_cells in cells:
-        table.add_row(*[row_cells[str(column.header)] for column in table.columns])
+        table.add_row(*[row_cells[title] for title in titles])
     return table
 
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks.targets import command, predicted, runs
 from benchmarks.targets.cases import TargetCase, load_cases
-from benchmarks.targets.others import load_other_measurements
+from benchmarks.targets.others import load_command_targets
 from benchmarks.targets.runs import ResultFile, TargetJob, TargetRun, choose_next_job, list_remaining_jobs, run_jobs
 from megascale.errors import ConfigError, MegascaleError
 from megascale.simulate.measured_runs import list_measured_runs
@@ -169,12 +169,12 @@ def test_the_list_has_commands_targets_and_gpus(tmp_path):
 
 def test_the_list_ends_with_other_commands_that_exist():
     result = invoke("--list")
-    others = result.stdout.partition("Targets that other commands measure:")[2]
-    assert others.count("python -m benchmarks observe") == 4
-    for item in load_other_measurements():
-        assert f"{item.title}\n  needs: {item.needs}\n  target: {item.target}\n" in others
+    section = result.stdout.partition("Targets that other commands measure:")[2]
+    assert section.count("python -m benchmarks observe") == 4
+    for item in load_command_targets():
+        assert f"{item.title}\n  needs: {item.needs}\n  target: {item.target}\n" in section
         for line in item.commands:
-            assert f"  {line}\n" in others
+            assert f"  {line}\n" in section
             if line.startswith("python tests/"):
                 assert (Path(__file__).parents[3] / line.split()[1]).exists()
             else:
@@ -345,7 +345,7 @@ def test_jobs_run_one_at_a_time_and_a_failure_ends_its_case_only(program):
     bad = case("A", arguments=["fails"])
     good = case("B", arguments=["works"])
     jobs = [make_job(bad), make_job(good), make_job(good, repeat=1), make_job(bad, repeat=1)]
-    ended = make_runs(jobs, ["0", "1"], program, one_at_a_time=True)
+    ended = make_runs(jobs, ["0", "1"], program, is_sequential=True)
     assert list(ended) == ["A0", "B0", "B1"]
     assert ended["A0"].report is None
     assert ended["A0"].failure == ["exit code 1", "the program fails"]

@@ -93,12 +93,15 @@ def test_the_table_shows_predicted_next_to_measured_steps(tmp_path, capsys):
     results = ResultFile(tmp_path / "results.json", 2)
     add_runs(results, cases[0], 0.85, 0.86)
     unpredicted = case(arguments=["tiny", "--train.micro_batch=4"])
+    add_runs(results, unpredicted, 0.5, 0.6)
     table.print_results(cases + [unpredicted], {item.name: item for item in cases}, results)
     lines = capsys.readouterr().out.splitlines()
     assert f"{find_predicted_seconds(cases[0], 2):.3f}" in next(line for line in lines if line.startswith("EhD "))
     assert any(line.startswith("predicted: ") for line in lines)
     table.print_results([unpredicted], {}, results)
-    assert "predicted" not in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert " spread " in output
+    assert "predicted" not in output
 
 
 @pytest.mark.parametrize(("width", "steps"), [(80, (2.345, 2.321)), (table.FULL_WIDTH, (12.345, 12.321))])
