@@ -67,8 +67,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadgroup`, tests without a group go by file: what a module's fixtures make, and what only its tests
-    import, is made in one worker and not in each."""
+    """Send tests without a group to workers by file if `--dist loadgroup` is given.
+
+    A module's fixtures and imports are then made in one worker instead of each.
+    """
     if config.getoption("dist") != "loadgroup":
         return None
     from xdist.scheduler import LoadGroupScheduling
@@ -172,7 +174,7 @@ def _runner(module: str, folder: Path) -> Iterator[Run]:
         process = Forked(arguments, env={"COLUMNS": "200"} | (env or {}), cwd=folder, split=True, module=module)
         started.append(process)
         out, err = process.communicate(timeout=240)
-        return subprocess.CompletedProcess(process.words, process.wait(), out, err)
+        return subprocess.CompletedProcess(process.arguments, process.wait(), out, err)
 
     try:
         yield run

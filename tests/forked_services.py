@@ -53,13 +53,13 @@ def fork_services() -> None:
 
 
 def reach_server_anew() -> None:
-    """In a process all of whose files were closed: what it would hand on to those that it has forked is nothing."""
+    """Replace the pipes of the fork server and the resource tracker in a process whose files were all closed."""
     forkserver._forkserver._forkserver_alive_fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     resource_tracker._resource_tracker._fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)  # type: ignore[attr-defined]
 
 
 class _Handle:
-    """A file that goes along to the process that is pickled."""
+    """A file descriptor that is sent along with a pickled process."""
 
     def __init__(self, number: int) -> None:
         self.number = number
