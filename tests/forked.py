@@ -124,7 +124,7 @@ def use_shared_server() -> None:
     if address:
         server = forkserver._forkserver
         server._forkserver_address = address  # type: ignore[attr-defined]
-        # Children inherit this descriptor, which keeps a server alive as long as they live. The parent owns this server.
+        # Children inherit this descriptor, which keeps a server alive while they live. The parent owns the server.
         server._forkserver_alive_fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)  # type: ignore[attr-defined]
         server.ensure_running = lambda: None  # type: ignore[method-assign]
 
