@@ -1,4 +1,4 @@
-"""Shared fixtures: one thread a worker (tests run side by side), and a small data set of random tokens."""
+"""Shared fixtures: one thread per worker, since tests run side by side, and a small data set of random tokens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ settings.load_profile("any machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Workers of pytest-xdist have one fork server: its start takes as much as a hundred commands."""
+    """Share a fork server between the workers of pytest-xdist. Its start takes as long as a hundred commands."""
     # Extensions look at their end for objects that were never freed. pytest collects garbage five times before, and
     # cleanups run in reverse order.
     config.add_cleanup(gc.unfreeze)
@@ -141,7 +141,7 @@ tensorboard = false
 
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `train` and `valid` token files: 64 tokens, each likely to follow its predecessor."""
+    """Return a folder with `train` and `valid` token files: 64 tokens, each likely to follow its predecessor."""
     from megascale.data.dataset.indexed import IndexedWriter
 
     folder = tmp_path_factory.mktemp("tokens")
@@ -156,7 +156,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny(tokens: Path, tmp_path: Path) -> Path:
-    """A configuration file of a two-layer model; its runs go to tmp_path/runs."""
+    """Return a configuration file of a two-layer model. Its runs go to tmp_path/runs."""
     file = tmp_path / "tiny.toml"
     file.write_text(TINY.format(data=tokens, runs=tmp_path / "runs"))
     return file
@@ -205,7 +205,7 @@ def chaos(tmp_path: Path) -> Iterator[Run]:
 
 
 def lines(file: Path) -> list[dict]:
-    """The records of a JSON-lines file."""
+    """Return the records of a JSON-lines file."""
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 

@@ -104,7 +104,7 @@ SERVER = "MEGASCALE_TEST_FORK_SERVER"
 
 
 def share_server() -> None:
-    """Start the fork server for the processes that this one starts from now on; it ends with this one."""
+    """Start a fork server for the later child processes of this process. It ends with this process."""
     if sys.version_info < (3, 14):  # from then on, who asks for a process proves that it may
         # Libraries say on stderr what they have not freed when it ends.
         null, retained = os.open(os.devnull, os.O_RDWR), [os.dup(number) for number in (1, 2)]
@@ -231,7 +231,7 @@ def call_forked(function: Callable[..., Any], *arguments: Any) -> Any:
 def _call(
     sender: connection.Connection, env: Mapping[str, str], function: Callable[..., Any], arguments: Sequence[Any]
 ) -> None:
-    """Call the function, in the forked process."""
+    """Call the function in the forked process."""
     listen()
     _leave_to_parent()
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
@@ -257,14 +257,14 @@ def popen(
 
 
 def start_pod(command: list[str], env: Mapping[str, str], log: Path) -> Forked:
-    """Fork the command of a pod in a session of its own; its output goes to `log`. Its trainers rest between steps."""
+    """Fork the command of a pod in a session of its own, with output to `log`. Its trainers rest between steps."""
     module, arguments = _split_command(command)
     assert (module, arguments) == (POD, [])
     return Forked(arguments, env=env, before=f"import os; os.setsid()\n{PACED}", output=log, module=POD)
 
 
 def _command(module: str, arguments: list[str], env: dict[str, str], cwd: str, before: str, files: list[str]) -> None:
-    """Become the command, in the forked process."""
+    """Run the command in the forked process."""
     for number, path in ((1, files[0]), (2, files[-1])):
         handle = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(handle, number)
@@ -353,7 +353,7 @@ def _split_command(command: Sequence[str]) -> tuple[str, list[str]]:
 
 
 class _Child(subprocess.Popen[Any]):
-    """A rank, a run or an agent that a forked command starts: forked too. Waiting, reading and signals are Popen's."""
+    """A forked rank, run or agent of a forked command. Waiting, reading and signals are those of Popen."""
 
     def __init__(
         self,

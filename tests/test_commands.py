@@ -95,7 +95,7 @@ PARSED = {
 
 
 def commands(page: Path) -> list[str]:
-    """The commands of a page's blocks, continued lines joined, comments and prompts cut off."""
+    """Return the commands of a page's blocks without comments and prompts. Continued lines are joined."""
     result = []
     for block in BLOCK.findall(page.read_text()):
         lines = block.replace("\\\n", " ").splitlines()
@@ -113,7 +113,7 @@ def commands(page: Path) -> list[str]:
 
 
 def why_not(command: str) -> str:
-    """Why a command is parsed only; "" if it runs."""
+    """Return why a command is only parsed, or an empty string if it runs."""
     return next((reason for arguments, reason in PARSED.items() if re.search(arguments, command)), "")
 
 
@@ -124,7 +124,7 @@ def command_line(program: str) -> click.Command:
 
 
 def parse(command: str) -> None:
-    """Fail if the command line has no such command or option, or the configuration no such setting."""
+    """Parse a command line. Fail for an unknown command, option or setting."""
     program = next((name for name in PROGRAMS if command.startswith(f"{name} ")), "megascale")
     arguments = [word for word in shlex.split(command.removeprefix(program), comments=True) if word != "--node-rank"]
     arguments = arguments[: arguments.index(">")] if ">" in arguments else arguments
@@ -145,7 +145,7 @@ ONLY_PARSED = [(page.name, c, why_not(c)) for page in PAGES for c in commands(pa
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A folder with what the documents speak of, small: texts, a data set, a run, a model to bring in."""
+    """Return a folder with small texts, a data set, a run and a model to import, as the documents have them."""
     folder = tmp_path_factory.mktemp("world")
     (folder / "examples").symlink_to(ROOT / "examples")
     for texts in ("my/texts", "texts", "crawl"):

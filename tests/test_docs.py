@@ -67,7 +67,7 @@ def test_the_appendix_of_tests_is_up_to_date():
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The built site. A link that leads nowhere, or a page without a table of contents, fails the build."""
+    """Return the built site. A broken link, or a page without a table of contents, fails the build."""
     pytest.importorskip("myst_parser", reason="the extra docs is not installed")
     folder = tmp_path_factory.mktemp("documents")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", ROOT / "docs", folder / "site"]

@@ -281,7 +281,7 @@ def test_commands_stand_in_blocks_that_are_tested():
 
 
 def test_the_rows_of_the_speed_tables_parse():
-    """Rows under "arguments of `megascale bench train`" are arguments; those of half of GPT 13B have no preset."""
+    """Parse the rows under "arguments of `megascale bench train`". Rows of half of GPT 13B have no preset."""
     header = "| row | arguments of `megascale bench train` |"
     tables = (ROOT / "docs/performance.md").read_text().split(header)[1:]
     arguments = [span for table in tables for span in SPAN.findall(table.partition("\n\n")[0])]

@@ -1,4 +1,4 @@
-"""The front page is short, its commands parse, its address has one source, and its figures stand in the documents."""
+"""The front page: its length, commands, address, and figures, which the documents must have too."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_pages_that_answer_questions_exist(name):
 
 
 def test_the_search_words_of_operators_lead_to_their_pages():
-    """A word in the fourth column says that the site's search answers it with the page of the row."""
+    """Check that the site's search returns the page of a row for the word in its fourth column."""
     synonyms = tomllib.loads((ROOT / "docs/site/synonyms.toml").read_text())
     text = (ROOT / "dev/questions-operators.md").read_text()
     rows = re.findall(r"^(\| \d+\. .*) \| ([^|]+) \| [^|]+ \| [^|]+ \|$", text, re.M)
