@@ -1,4 +1,4 @@
-"""A disk that is busy until the test says otherwise."""
+"""A disk that is busy until the test releases it."""
 
 from __future__ import annotations
 

@@ -26,14 +26,14 @@ def is_of_campaign(node: str, campaign: Mapping[str, Collection[str]]) -> bool:
 
 def find_unknown_names(nodes: Iterable[str], campaign: Mapping[str, Collection[str]]) -> list[str]:
     """Return the campaign's tests that are not collected although other tests of their file are."""
-    known = set(nodes)
-    files = {node.partition("::")[0] for node in known}
+    collected = set(nodes)
+    files = {node.partition("::")[0] for node in collected}
     return sorted(
         f"{file}::{name}"
         for file, names in campaign.items()
         if file in files
         for name in names
-        if f"{file}::{name}" not in known
+        if f"{file}::{name}" not in collected
     )
 
 
@@ -44,10 +44,12 @@ def select_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
     is an error. Raises pytest.UsageError.
     """
     campaign = read_campaign()
-    if not any("::" in word for word in config.args):
+    if not any("::" in argument for argument in config.args):
         unknown = find_unknown_names([item.nodeid for item in items], campaign)
         if unknown:
-            raise pytest.UsageError(f"tests/campaign.toml has {unknown}, which no test is; correct or remove the names")
+            raise pytest.UsageError(
+                f"tests/campaign.toml names tests that do not exist: {unknown}; correct or remove the names"
+            )
     selected, removed = [], []
     for item in items:
         if item.nodeid in config.args or not is_of_campaign(item.nodeid, campaign):

@@ -1,4 +1,4 @@
-"""Shared fixtures: one thread a worker (tests run side by side), and a small data set of random tokens."""
+"""Shared fixtures: one thread per worker, since tests run side by side, and a small data set of random tokens."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ settings.load_profile("any machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Workers of pytest-xdist have one fork server: its start takes as much as a hundred commands."""
+    """Share a fork server between the workers of pytest-xdist. Its start takes as long as a hundred commands."""
     # Extensions look at their end for objects that were never freed. pytest collects garbage five times before, and
     # cleanups run in reverse order.
     config.add_cleanup(gc.unfreeze)
@@ -71,8 +71,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadgroup`, tests without a group go by file: what a module's fixtures make, and what only its tests
-    import, is made in one worker and not in each."""
+    """Send tests without a group to workers by file if `--dist loadgroup` is given.
+
+    A module's fixtures and imports are then made in one worker instead of each.
+    """
     if config.getoption("dist") != "loadgroup":
         return None
     from xdist.scheduler import LoadGroupScheduling
@@ -143,7 +145,7 @@ tensorboard = false
 
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `train` and `valid` token files: 64 tokens, each likely to follow its predecessor."""
+    """Return a folder with `train` and `valid` token files: 64 tokens, each likely to follow its predecessor."""
     from megascale.data.dataset.indexed import IndexedWriter
 
     folder = tmp_path_factory.mktemp("tokens")
@@ -158,7 +160,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny(tokens: Path, tmp_path: Path) -> Path:
-    """A configuration file of a two-layer model; its runs go to tmp_path/runs."""
+    """Return a configuration file of a two-layer model. Its runs go to tmp_path/runs."""
     file = tmp_path / "tiny.toml"
     file.write_text(TINY.format(data=tokens, runs=tmp_path / "runs"))
     return file
@@ -176,7 +178,7 @@ def _runner(module: str, folder: Path) -> Iterator[Run]:
         process = Forked(arguments, env={"COLUMNS": "200"} | (env or {}), cwd=folder, split=True, module=module)
         started.append(process)
         out, err = process.communicate(timeout=240)
-        return subprocess.CompletedProcess(process.words, process.wait(), out, err)
+        return subprocess.CompletedProcess(process.arguments, process.wait(), out, err)
 
     try:
         yield run
@@ -207,7 +209,7 @@ def chaos(tmp_path: Path) -> Iterator[Run]:
 
 
 def lines(file: Path) -> list[dict]:
-    """The records of a JSON-lines file."""
+    """Return the records of a JSON-lines file."""
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 

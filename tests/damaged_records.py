@@ -1,4 +1,4 @@
-"""Values that a damaged record may hold, for hypothesis; and a limit of memory for what reads such files."""
+"""Strategies of hypothesis for damaged records, and a memory limit for functions that read them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ json_values = st.recursive(
 
 @st.composite
 def damaged_lines(draw: st.DrawFn, sound: list[dict[str, Any]]) -> bytes:
-    """A file of JSON lines in which some records lack keys, hold other values, or are cut; the end may be cut too."""
+    """Draw a file of JSON lines. Some records lack keys, have other values or are cut. The end may be cut too."""
     lines = []
     for record in sound:
         damage = draw(st.integers(0, 5))

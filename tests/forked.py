@@ -1,8 +1,8 @@
 """Commands and ranks for tests, forked from a server that has loaded the package once.
 
-Loading torch takes a command some twenty times what it then does with a tiny model. What is forked differs from a new
-process by what it has loaded only: its words, environment, folder, output and signals are its own. Tests of how a
-process starts use a new one.
+Loading torch takes a command about twenty times as long as its work with a tiny model. A forked process differs from a
+new one only by its loaded modules. It has arguments, environment, folder, output and signals of its own. Tests of how a
+process starts use a new process.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ SERVER = "MEGASCALE_TEST_FORK_SERVER"
 
 
 def share_server() -> None:
-    """Start the fork server for the processes that this one starts from now on; it ends with this one."""
+    """Start a fork server for the later child processes of this process. It ends with this process."""
     if sys.version_info < (3, 14):  # from then on, who asks for a process proves that it may
         # Libraries say on stderr what they have not freed when it ends.
         null, retained = os.open(os.devnull, os.O_RDWR), [os.dup(number) for number in (1, 2)]
@@ -119,29 +119,29 @@ def share_server() -> None:
 
 
 def use_shared_server() -> None:
-    """Have processes forked by the server that the starter of this process shares, if it does."""
+    """Let the fork server of the parent process fork processes, if the parent shares it."""
     address = os.environ.pop(SERVER, None)
     if address:
         server = forkserver._forkserver
         server._forkserver_address = address  # type: ignore[attr-defined]
-        # What it would hand on, so that the server lives as long as it: the server is the starter's.
+        # Children inherit this descriptor, which keeps a server alive while they live. The parent owns the server.
         server._forkserver_alive_fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)  # type: ignore[attr-defined]
         server.ensure_running = lambda: None  # type: ignore[method-assign]
 
 
 class Forked:
-    """`megascale WORDS`, with what tests use of subprocess.Popen.
-
-    Args:
-        words: of the command line.
-        env: more variables.
-        cwd: its folder.
-        before: Python that is run before the command.
-        split: keep what it says on stderr apart, else that goes with stdout.
-        output: write what it says to this file, and not for `communicate`.
-        module: COMMAND, BENCHMARKS, CHAOS or POD: the program that is given the words.
+    """A forked `megascale ARGUMENTS`, with the part of subprocess.Popen's interface that tests use.
 
     Ranks, runs, agents and their fork servers that the command starts on this host are forked from it in turn.
+
+    Args:
+        arguments: of the command line.
+        env: variables in addition to those of this process.
+        cwd: working directory.
+        before: Python code that runs before the command.
+        split: return stderr separately from stdout.
+        output: file that receives the output. `communicate` then returns empty strings.
+        module: program that receives the arguments: COMMAND, BENCHMARKS, CHAOS or POD.
     """
 
     def __init__(
@@ -155,16 +155,18 @@ class Forked:
         output: Path | None = None,
         module: str = COMMAND,
     ) -> None:
-        self.words = [str(word) for word in arguments]
-        self._said = [tempfile.TemporaryFile("w+") for _ in range(1 + split)]  # noqa: SIM115 - read at its end
-        files = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self._said]
+        self.arguments = [str(argument) for argument in arguments]
+        self._outputs = [tempfile.TemporaryFile("w+") for _ in range(1 + split)]  # noqa: SIM115 - read at its end
+        files = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self._outputs]
         if output is not None:
             output.touch()
             files = [str(output)]
         variables = os.environ | dict(env or {})
         # A daemon, so that none outlives the tests.
         self._process = context.Process(
-            target=_command, args=(module, self.words, variables, str(cwd or Path.cwd()), before, files), daemon=True
+            target=_command,
+            args=(module, self.arguments, variables, str(cwd or Path.cwd()), before, files),
+            daemon=True,
         )
         self._process.start()
         assert self._process.pid is not None
@@ -183,7 +185,7 @@ class Forked:
         connection.wait([self._process.sentinel], timeout)
         code = self.poll()
         if code is None:
-            raise subprocess.TimeoutExpired(self.words, timeout or 0.0)
+            raise subprocess.TimeoutExpired(self.arguments, timeout or 0.0)
         return code
 
     def send_signal(self, number: int) -> None:
@@ -200,7 +202,7 @@ class Forked:
         """Return the output on stdout and stderr, after the process has ended."""
         self.wait(timeout)
         output = []
-        for file in self._said:
+        for file in self._outputs:
             file.seek(0)
             output.append(file.read())
         return output[0], output[1] if len(output) > 1 else ""
@@ -229,7 +231,7 @@ def call_forked(function: Callable[..., Any], *arguments: Any) -> Any:
 def _call(
     sender: connection.Connection, env: Mapping[str, str], function: Callable[..., Any], arguments: Sequence[Any]
 ) -> None:
-    """Call the function, in the forked process."""
+    """Call the function in the forked process."""
     listen()
     _leave_to_parent()
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
@@ -249,20 +251,20 @@ def popen(
     command: list[str], *, stdout: IO[bytes], env: Mapping[str, str], cwd: Path | None = None, **_: Any
 ) -> Forked:
     """Replace subprocess.Popen where code under test starts a command with its output in a file."""
-    module, arguments = _module_and_words(command)
+    module, arguments = _split_command(command)
     assert module == COMMAND
     return Forked(arguments, env=env, cwd=cwd, output=Path(stdout.name))
 
 
 def start_pod(command: list[str], env: Mapping[str, str], log: Path) -> Forked:
-    """Fork the command of a pod in a session of its own; its output goes to `log`. Its trainers rest between steps."""
-    module, arguments = _module_and_words(command)
+    """Fork the command of a pod in a session of its own, with output to `log`. Its trainers rest between steps."""
+    module, arguments = _split_command(command)
     assert (module, arguments) == (POD, [])
     return Forked(arguments, env=env, before=f"import os; os.setsid()\n{PACED}", output=log, module=POD)
 
 
 def _command(module: str, arguments: list[str], env: dict[str, str], cwd: str, before: str, files: list[str]) -> None:
-    """Become the command, in the forked process."""
+    """Run the command in the forked process."""
     for number, path in ((1, files[0]), (2, files[-1])):
         handle = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(handle, number)
@@ -292,7 +294,7 @@ def _plot_nothing(runs: list[Path], out: Path, **_: Any) -> Path:
 
 
 def listen() -> None:
-    """Signals as a new process finds them."""
+    """Set the signal handlers that a new process has."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -301,8 +303,10 @@ def listen() -> None:
 
 
 def _leave_to_parent() -> None:
-    """What a process from which this one was forked is to tidy at its end is not this one's to tidy: torch alone takes
-    back each operator that Python has registered, which takes longer than most commands."""
+    """Remove the cleanups that belong to the parent process.
+
+    torch alone unregisters each operator that Python has registered, which takes longer than most commands.
+    """
     atexit._clear()
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
@@ -331,14 +335,14 @@ def _run(module: str, arguments: list[str]) -> None:
 def _start_child(command: Any, *inputs: Any, **options: Any) -> subprocess.Popen[Any]:
     """Replace subprocess.Popen in a forked command: commands that load torch are forked."""
     if not isinstance(command, str):
-        module, arguments = _module_and_words([str(word) for word in command])
+        module, arguments = _split_command([str(argument) for argument in command])
         if module in MODULES + SCRIPTS and options.get("stdin") in (None, subprocess.DEVNULL):
             return _Child([module] + arguments, *inputs, **options)
     return _Popen(command, *inputs, **options)
 
 
-def _module_and_words(command: Sequence[str]) -> tuple[str, list[str]]:
-    """The module that a command of this interpreter runs, and its words; the module is empty for other commands."""
+def _split_command(command: Sequence[str]) -> tuple[str, list[str]]:
+    """Return module and arguments of a command of this interpreter. The module is empty for other commands."""
     start, arguments = list(command[:2]), list(command[2:])
     if start == [sys.executable, "-P"]:
         start, arguments = [sys.executable] + arguments[:1], arguments[1:]
@@ -349,7 +353,7 @@ def _module_and_words(command: Sequence[str]) -> tuple[str, list[str]]:
 
 
 class _Child(subprocess.Popen[Any]):
-    """A rank, a run or an agent that a forked command starts: forked too. Waiting, reading and signals are Popen's."""
+    """A forked rank, run or agent of a forked command. Waiting, reading and signals are those of Popen."""
 
     def __init__(
         self,

@@ -1,8 +1,9 @@
-"""Host services for tests, forked from the suite's fork server as commands are: what they load takes one more processor
-time than all that a test asks of it.
+"""Host services for tests, forked from the suite's fork server as commands are.
 
-A service outlives who starts it, and a trainer has threads by then: it is the fork server's child, not its starter's.
-Tests of how services start, and of what they do when their starter dies, start new processes.
+Loading a service's modules takes more processor time than the requests of a test. A service outlives the process that
+starts it, and a trainer has threads by then. So a service is a child of the fork server, not of its starter.
+
+Tests of the start of services, and of their reaction to the starter's death, start new processes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def await_server() -> None:
 
 @contextmanager
 def forked_services() -> Iterator[None]:
-    """Within, this process has services forked."""
+    """Let this process fork its services inside the context."""
     await_server()
     with mock.patch.object(Launch, "spawn", _spawn):
         yield
@@ -53,13 +54,13 @@ def fork_services() -> None:
 
 
 def reach_server_anew() -> None:
-    """In a process all of whose files were closed: what it would hand on to those that it has forked is nothing."""
+    """Replace the pipes of the fork server and the resource tracker in a process whose files were all closed."""
     forkserver._forkserver._forkserver_alive_fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     resource_tracker._resource_tracker._fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)  # type: ignore[attr-defined]
 
 
 class _Handle:
-    """A file that goes along to the process that is pickled."""
+    """A file descriptor that is sent along with a pickled process."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -118,7 +119,7 @@ def _spawn(self: Launch, *arguments: str, files: Sequence[int] = ()) -> Any:
 
 
 def _serve(module: str, arguments: list[str | int], env: Mapping[str, str], cwd: str, log: str) -> None:
-    """Become the service, in the forked process."""
+    """Run the service in the forked process."""
     os.setsid()
     handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     for number in (1, 2):

@@ -1,4 +1,4 @@
-"""A receiver of OpenTelemetry's protocol over HTTP, which decodes what it is sent."""
+"""A receiver of OpenTelemetry's protocol over HTTP that decodes the requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 
 class Collector:
-    """An OTLP receiver over HTTP on a free port. status: the answer to every request."""
+    """An OTLP receiver over HTTP on a free port. It answers every request with `status`."""
 
     def __init__(self) -> None:
         self.metrics: list[Any] = []

@@ -23,13 +23,13 @@ class FakeItem:
         self.marker = name
 
 
-def select(monkeypatch: pytest.MonkeyPatch, names: list[str], words: list[str]) -> tuple[list[str], list[str]]:
+def select(monkeypatch: pytest.MonkeyPatch, names: list[str], arguments: list[str]) -> tuple[list[str], list[str]]:
     """Return the selected and the deselected tests of a campaign that has `FILE::a` and `FILE::b[x]`."""
     monkeypatch.setattr(campaign, "read_campaign", lambda: {FILE: frozenset({"a", "b[x]"})})
     deselected: list[Any] = []
     hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
     items: list[Any] = [FakeItem(name) for name in names]
-    campaign.select_tests(SimpleNamespace(args=words, hook=hook), items)  # type: ignore[arg-type]
+    campaign.select_tests(SimpleNamespace(args=arguments, hook=hook), items)  # type: ignore[arg-type]
     return [item.nodeid for item in items], [item.nodeid for item in deselected]
 
 
@@ -42,7 +42,7 @@ def test_tests_of_the_campaign_leave_the_suite(monkeypatch: pytest.MonkeyPatch) 
     assert select(monkeypatch, names, ["tests"]) == (names, [])
 
 
-def test_a_name_of_no_test_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_test_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(pytest.UsageError, match=r"'tests/exact/test_layouts.py::b\[x\]'.* correct or remove"):
         select(monkeypatch, [f"{FILE}::a"], ["tests"])
     select(monkeypatch, [f"{FILE}::a"], [f"{FILE}::a"])  # other tests of the file are not collected

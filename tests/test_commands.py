@@ -1,7 +1,7 @@
-"""The commands of README and documents: run in a small world of their own, or parsed only, with the reason.
+"""The commands of README and documents. They run in a small folder of their own, or are only parsed, with the reason.
 
-Blocks marked sh or not marked at all count; in those with `$ ` before commands, the other lines are output. What is run
-has what makes it small (SMALL) behind it. Commands in running text and tables are parsed.
+Blocks marked `sh` and unmarked blocks have commands. In a block with `$ ` before commands, the other lines are output.
+Arguments that make a run small (SMALL) are appended. Commands in running text and tables are parsed.
 """
 
 import importlib
@@ -28,7 +28,7 @@ PROGRAMS = {
     "python -m tests.chaos": "tests.chaos.__main__",
 }
 INLINE = re.compile(rf"`((?:{'|'.join(map(re.escape, PROGRAMS))}) [^`]+)`")
-# Of a setting, in the words of a command.
+# The name of a setting in the arguments of a command.
 SETTING = re.compile(r"--([a-z]+\.[a-z_0-9]+)(?:=|$)")
 
 SHORT_NAMES = {"model.from": "checkpoint.imported"}
@@ -95,7 +95,7 @@ PARSED = {
 
 
 def commands(page: Path) -> list[str]:
-    """The commands of a page's blocks, continued lines joined, comments and prompts cut off."""
+    """Return the commands of a page's blocks without comments and prompts. Continued lines are joined."""
     result = []
     for block in BLOCK.findall(page.read_text()):
         lines = block.replace("\\\n", " ").splitlines()
@@ -113,7 +113,7 @@ def commands(page: Path) -> list[str]:
 
 
 def why_not(command: str) -> str:
-    """Why a command is parsed only; "" if it runs."""
+    """Return why a command is only parsed, or an empty string if it runs."""
     return next((reason for arguments, reason in PARSED.items() if re.search(arguments, command)), "")
 
 
@@ -124,7 +124,7 @@ def command_line(program: str) -> click.Command:
 
 
 def parse(command: str) -> None:
-    """Fail if the command line has no such command or option, or the configuration no such setting."""
+    """Parse a command line. Fail for an unknown command, option or setting."""
     program = next((name for name in PROGRAMS if command.startswith(f"{name} ")), "megascale")
     arguments = [word for word in shlex.split(command.removeprefix(program), comments=True) if word != "--node-rank"]
     arguments = arguments[: arguments.index(">")] if ">" in arguments else arguments
@@ -145,7 +145,7 @@ ONLY_PARSED = [(page.name, c, why_not(c)) for page in PAGES for c in commands(pa
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A folder with what the documents speak of, small: texts, a data set, a run, a model to bring in."""
+    """Return a folder with small texts, a data set, a run and a model to import, as the documents have them."""
     folder = tmp_path_factory.mktemp("world")
     (folder / "examples").symlink_to(ROOT / "examples")
     for texts in ("my/texts", "texts", "crawl"):
@@ -191,14 +191,14 @@ def test_commands_run(world, record_property):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_in_running_text_are_parsed(page):
-    output = {" ".join(arguments.split()) for arguments in INLINE.findall(page.read_text())}
-    for words in sorted(output):
-        if not re.search(r"\.\.\.|\[|\b[A-Z][A-Z]+\b|\b[A-Z]\b", words):  # left out, or to be filled in
+    commands = {" ".join(arguments.split()) for arguments in INLINE.findall(page.read_text())}
+    for command in sorted(commands):
+        if not re.search(r"\.\.\.|\[|\b[A-Z][A-Z]+\b|\b[A-Z]\b", command):  # has an omission or a placeholder
             try:
-                parse(words)
+                parse(command)
             except Exception as error:
                 if type(error).__name__ not in ("MissingParameter", "BadOptionUsage", "Exit"):  # a name, or --help
-                    pytest.fail(f"{words}: {type(error).__name__}: {error}")
+                    pytest.fail(f"{command}: {type(error).__name__}: {error}")
 
 
 def test_commands_that_are_not_run_are_parsed(record_property):

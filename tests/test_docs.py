@@ -67,7 +67,7 @@ def test_the_appendix_of_tests_is_up_to_date():
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The built site. A link that leads nowhere, or a page without a table of contents, fails the build."""
+    """Return the built site. A broken link, or a page without a table of contents, fails the build."""
     pytest.importorskip("myst_parser", reason="the extra docs is not installed")
     folder = tmp_path_factory.mktemp("documents")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", ROOT / "docs", folder / "site"]
@@ -91,14 +91,14 @@ def test_every_page_but_the_last_leads_to_a_next_one(site):
 def test_the_search_knows_synonyms_and_leaves_out_lists_of_tests(site):
     index = json.loads((site / "searchindex.js").read_text().removeprefix("Search.setIndex(").removesuffix(")"))
     synonyms = tomllib.loads((ROOT / "docs" / "site" / "synonyms.toml").read_text())
-    words = [word for listed in synonyms.values() for word in listed]
-    assert len(words) == len(set(words))
-    for target, listed in synonyms.items():
+    search_terms = [term for terms in synonyms.values() for term in terms]
+    assert len(search_terms) == len(set(search_terms))
+    for target, terms in synonyms.items():
         page, _, heading = target.partition("#")
-        for word in listed:
-            found = [(index["docnames"][number], anchor) for number, anchor, _ in index["indexentries"][word]]
-            assert [name for name, _ in found] == [page], word
-            assert not heading or found[0][1] == heading
+        for term in terms:
+            entries = [(index["docnames"][number], anchor) for number, anchor, _ in index["indexentries"][term]]
+            assert [name for name, _ in entries] == [page], term
+            assert not heading or entries[0][1] == heading
     unsearched = index["docnames"].index("appendix-tests")
     listed = index["terms"].get("test", [])
     assert unsearched not in (listed if isinstance(listed, list) else [listed])

@@ -203,7 +203,7 @@ def find_unknown_names(text: str) -> list[str]:
     names = {name for span in spans if not span.startswith("http") for name in IDENTIFIER.findall(span)}
     for name in names - list_identifiers() - OTHER_IDENTIFIERS:
         # Such as the first part of the name of several metrics.
-        if not any(known.startswith(name) for known in list_identifiers()):
+        if not any(identifier.startswith(name) for identifier in list_identifiers()):
             unknown.add(name)
     return sorted(unknown)
 
@@ -281,15 +281,15 @@ def test_commands_stand_in_blocks_that_are_tested():
 
 
 def test_the_rows_of_the_speed_tables_parse():
-    """Rows under "arguments of `megascale bench train`" are arguments; those of half of GPT 13B have no preset."""
+    """Parse the rows under "arguments of `megascale bench train`". Rows of half of GPT 13B have no preset."""
     header = "| row | arguments of `megascale bench train` |"
     tables = (ROOT / "docs/performance.md").read_text().split(header)[1:]
     arguments = [span for table in tables for span in SPAN.findall(table.partition("\n\n")[0])]
     assert len(arguments) >= 20
-    for words in arguments:
-        preset = "gpt-13b " if words.startswith("--") else ""
-        if " " in words or preset:
-            parse(f"megascale bench train {preset}{words}")
+    for row_arguments in arguments:
+        preset = "gpt-13b " if row_arguments.startswith("--") else ""
+        if " " in row_arguments or preset:
+            parse(f"megascale bench train {preset}{row_arguments}")
 
 
 def test_each_check_notices_what_is_wrong(tmp_path):

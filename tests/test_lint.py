@@ -16,7 +16,7 @@ CONTRACTS = ROOT / ".importlinter"
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every package and module that the contracts name, and those of the first level, all empty."""
+    """Make empty packages and modules: all that the contracts name, and those of the first level."""
     folder = tmp_path_factory.mktemp("tree")
     text = CONTRACTS.read_text()
     layers = re.findall(r"^containers =\n    (\S+)\nlayers =\n((?:    .+\n)+)", text, re.MULTILINE)

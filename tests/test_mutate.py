@@ -153,7 +153,7 @@ reason = "never runs"
 
 
 def test_a_campaign(mutate, tmp_path):
-    """Mutants are killed, survive, are equivalent, or hang; the checkout stays as it is."""
+    """Check mutants that are killed, survive, are equivalent or hang. The checkout does not change."""
     for folder in ("scripts", "src", "tests"):
         (tmp_path / folder).mkdir()
     script = tmp_path / "scripts" / "mutate.py"

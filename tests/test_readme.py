@@ -1,4 +1,4 @@
-"""The front page is short, its commands parse, its address has one source, and its figures stand in the documents."""
+"""The front page: its length, commands, address, and figures, which the documents must have too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.test_commands import INLINE, ROOT, commands, parse
 
 README = ROOT / "README.md"
 TEXT = README.read_text()
-MOST_WORDS = 1200
+WORD_LIMIT = 1200
 # Figures of the speed table and of the quickstart -> the page that has them, with date, card and command.
 FIGURES = {
     "67.4%": "docs/comparison.md",
@@ -25,8 +25,8 @@ FIGURES = {
 
 
 def test_it_is_short():
-    words = [word for word in TEXT.split() if re.search(r"\w", word)]
-    assert len(words) <= MOST_WORDS
+    counted_words = [word for word in TEXT.split() if re.search(r"\w", word)]
+    assert len(counted_words) <= WORD_LIMIT
 
 
 def test_its_commands_parse():
@@ -63,7 +63,7 @@ def test_the_pages_that_answer_questions_exist(name):
 
 
 def test_the_search_words_of_operators_lead_to_their_pages():
-    """A word in the fourth column says that the site's search answers it with the page of the row."""
+    """Check that the site's search returns the page of a row for the word in its fourth column."""
     synonyms = tomllib.loads((ROOT / "docs/site/synonyms.toml").read_text())
     text = (ROOT / "dev/questions-operators.md").read_text()
     rows = re.findall(r"^(\| \d+\. .*) \| ([^|]+) \| [^|]+ \| [^|]+ \|$", text, re.M)

@@ -1,4 +1,4 @@
-"""Private names of torch: all are there in this release, used from one file only, and one that is missing is named."""
+"""Private names of torch: this release has all, one file uses them, and an error names a missing one."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_range_is_the_one_that_is_installed() -> None:
 
 
 def _private_uses(tree: ast.AST) -> list[str]:
-    """Private names of torch in a file's code: attributes of torch's modules, and imports of or from them."""
+    """Return the private names of torch in a file's code: attributes and imports of torch's modules."""
     modules = {"torch": "torch"}
     result = []
     for node in ast.walk(tree):

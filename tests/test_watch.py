@@ -77,7 +77,7 @@ def test_time_after_the_last_gradient_and_in_waits_is_not_own_time():
 
 
 class RecordedSteps:
-    """Steps of a rank on NCCL, by a clock that the test sets, and the calls that the flight recorder holds."""
+    """Steps of a rank on NCCL with the test's clock, and the calls of the flight recorder."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 1000.0
@@ -108,7 +108,7 @@ def test_durations_of_calls_on_a_device_are_not_own_time(monkeypatch):
 
 
 def test_a_call_that_ends_after_a_read_counts_for_its_step(monkeypatch):
-    """The device is behind the host, and another group's call may end first."""
+    """Let the device lag behind the host, and let another group's call end first."""
     steps = RecordedSteps(monkeypatch)
     step_seconds = READ_INTERVAL_SECONDS / 10 + 1e-6
     for _ in range(9):
@@ -136,7 +136,7 @@ def test_a_call_that_never_ends_does_not_end_the_measurement(monkeypatch):
 
 
 def test_a_call_of_a_dropped_step_does_not_count_in_a_later_period(monkeypatch):
-    """The first of two reads starts a period, and the second gives up the call, which ends after both."""
+    """Start a period by the first of two reads, and give up the call by the second. The call ends after both."""
     steps = RecordedSteps(monkeypatch)
     step_seconds = READ_INTERVAL_SECONDS / 10 + 1e-6
     late = {"record_id": 1, "duration_ms": None, "time_created_ns": int(1e9 * steps.seconds) + 1}

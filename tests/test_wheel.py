@@ -1,4 +1,4 @@
-"""Wheel of `pip install`: it has all files that the commands read, and works outside the checkout."""
+"""The wheel: it has all files that the commands read, and works outside the checkout."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_its_metadata(wheel):
 
 
 def test_its_address_comes_from_one_variable(wheel):
-    """The README of a package index has no relative link and no placeholder, and all URLs are of the project."""
+    """Check that a package index's README has neither relative links nor placeholders, and only the project's URLs."""
     archive = zipfile.ZipFile(wheel)
     (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
     metadata = message_from_string(archive.read(name).decode())

@@ -1,4 +1,4 @@
-"""Commands outside the cases whose figures have targets, as `benchmarks targets --list` prints them."""
+"""Commands outside the cases whose figures have targets. `benchmarks targets --list` prints them."""
 
 from __future__ import annotations
 
@@ -7,30 +7,34 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel, ConfigDict
 
-from benchmarks.targets.cases import shipped
+from benchmarks.targets.cases import read_shipped_file
 
 FILE = "targets_others.toml"
 
 
-class OtherCommands(BaseModel):
-    """Commands that measure one thing, what they need and what must come of it."""
+class CommandTarget(BaseModel):
+    """A target that commands outside the cases measure, and the hardware that they need."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     title: str
     needs: str
-    goal: str
-    lines: list[str]
+    target: str
+    commands: list[str]
 
 
-def load_others() -> list[OtherCommands]:
-    """The shipped ones."""
-    return [OtherCommands.model_validate(item) for item in tomllib.loads(shipped(FILE))["other"]]
+def load_command_targets() -> list[CommandTarget]:
+    """Return the targets of the shipped file."""
+    return [CommandTarget.model_validate(table) for table in tomllib.loads(read_shipped_file(FILE))["other"]]
 
 
-def list_other_commands() -> Iterator[str]:
+def format_command_targets() -> Iterator[str]:
     """Yield the lines of the list."""
-    yield "In addition to these cases:"
-    for item in load_others():
-        yield f"{item.title}: {item.needs}; {item.goal}"
-        yield from (f"  {line}" for line in item.lines)
+    yield "Targets that other commands measure:"
+    for item in load_command_targets():
+        yield ""
+        yield item.title
+        yield f"  needs: {item.needs}"
+        yield f"  target: {item.target}"
+        for command in item.commands:
+            yield f"  {command}"

@@ -1,72 +1,90 @@
-"""Step times that the simulator said of cases before they were measured: targets_predicted.toml.
+"""Step times of cases that the simulator predicted before they were measured: targets_predicted.toml.
 
-Each is for a case as it was, by TargetCase.key: a case that changes, or runs with other settings, has none until
-`python -m benchmarks targets --predict >> targets_predicted.toml` says one, with that day's date. None is ever changed.
+TargetCase.make_key identifies the case. A case that changes, or runs with other settings, has no prediction until the
+output of `python -m benchmarks targets --predict` is appended to that file. Its entries are never changed afterwards.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import date
 from functools import cache
 
-from benchmarks.targets.cases import TargetCase, shipped
+from benchmarks.targets.cases import TargetCase, read_shipped_file
 
 FILE = "targets_predicted.toml"
-CLUSTER, CALIBRATION = "h200-host", "h200-engine"
-# Replicas that machines of one, two, four and eight GPUs have.
+CLUSTER = "h200-host"
+CALIBRATION = "h200-engine"
+# Numbers of replicas on machines of one, two, four and eight GPUs.
 REPLICAS = (1, 2, 4, 8)
-# GB/s a direction of a GPU whose bytes NCCL moves through the host's memory, measured in a pair (dev/log.md).
+# GB/s per direction and GPU if NCCL moves bytes through the host's memory, measured on a pair of GPUs (dev/log.md).
 HOST_MEMORY_GBS = 11.2
 
 
+@dataclass(frozen=True)
+class StepPrediction:
+    """A predicted step time in seconds, with its 10th and 90th percentiles."""
+
+    seconds: float
+    p10: float
+    p90: float
+
+
 @cache
-def predictions() -> Mapping[str, float]:
-    """Seconds of a step by TargetCase.key."""
-    result = tomllib.loads(shipped(FILE)).get("predicted", [])
-    return {item["key"]: float(item["seconds"]) for item in result}
+def load_predictions() -> Mapping[str, float]:
+    """Return the shipped step times in seconds by TargetCase.make_key."""
+    tables = tomllib.loads(read_shipped_file(FILE)).get("predicted", [])
+    return {table["key"]: float(table["seconds"]) for table in tables}
 
 
-def predicted(case: TargetCase, replicas: int) -> float | None:
-    """Return the predicted seconds of a step with so many replicas, or None."""
-    return predictions().get(case.key(replicas))
+def find_predicted_seconds(case: TargetCase, replicas: int) -> float | None:
+    """Return the shipped step time of the case with `replicas` replicas in seconds, or None."""
+    return load_predictions().get(case.make_key(replicas))
 
 
-def predict(case: TargetCase, replicas: int) -> tuple[float, float, float]:
-    """Seconds of a step on H200s as the simulator says today, and its P10 and P90."""
+def predict_step(case: TargetCase, replicas: int) -> StepPrediction:
+    """Simulate a step of the case with `replicas` replicas on H200 GPUs."""
     from megascale.simulate.calibration import load_calibration
     from megascale.simulate.cluster import load_cluster
     from megascale.simulate.scenario import Scenario, make_engine_software
     from megascale.simulate.software import MEGASCALE_H200
     from megascale.simulate.step import estimate_step
 
-    cluster, config = load_cluster(CLUSTER), case.config(replicas)
+    config = case.make_config(replicas)
+    cluster = load_cluster(CLUSTER)
     constants = load_calibration(CALIBRATION, cluster.name)
     if case.environment.get("NCCL_P2P_DISABLE") == "1":
-        slow = {"bus": [[2, HOST_MEMORY_GBS]], "p2p_gbs": HOST_MEMORY_GBS}
-        cluster = cluster.model_copy(update={"inside": cluster.inside.model_copy(update=slow)})
+        slow_links = {"bus": [[2, HOST_MEMORY_GBS]], "p2p_gbs": HOST_MEMORY_GBS}
+        cluster = cluster.model_copy(update={"inside": cluster.inside.model_copy(update=slow_links)})
     software = make_engine_software(config, MEGASCALE_H200)
     result = estimate_step(Scenario(config, replicas * case.gpus, cluster, constants, software), "event")
-    return result.seconds, result.low, result.high
+    return StepPrediction(result.seconds, p10=result.low, p90=result.high)
 
 
-def lines(cases: Iterable[TargetCase]) -> Iterable[str]:
-    """Return TOML of the simulator's predictions for those cases on GPUs without any."""
+def format_new_predictions(cases: Iterable[TargetCase]) -> Iterator[str]:
+    """Yield a TOML table for each case on GPUs, and each number of replicas, without a shipped prediction."""
     for case in cases:
-        for replicas in REPLICAS if case.gpus else ():
-            if not case.least <= replicas <= case.data or predicted(case, replicas) is not None:
+        if case.gpus == 0:
+            continue
+        for replicas in REPLICAS:
+            if not case.min_data <= replicas <= case.data:
                 continue
-            seconds, low, high = predict(case, replicas)
-            yield "\n".join(
-                [
-                    "[[predicted]]",
-                    f'case = "{case.name}"',
-                    f"gpus = {replicas * case.gpus}",
-                    f"seconds = {seconds:.4f}",
-                    f"p10_p90 = [{low:.4f}, {high:.4f}]",
-                    f'made = "{date.today().isoformat()}, {CLUSTER}, {CALIBRATION}"',
-                    f'key = "{case.key(replicas)}"',
-                    "",
-                ]
-            )
+            if find_predicted_seconds(case, replicas) is None:
+                yield _format_prediction(case, replicas)
+
+
+def _format_prediction(case: TargetCase, replicas: int) -> str:
+    prediction = predict_step(case, replicas)
+    lines = [
+        "[[predicted]]",
+        f'case = "{case.name}"',
+        f"gpus = {replicas * case.gpus}",
+        f"seconds = {prediction.seconds:.4f}",
+        f"p10_p90 = [{prediction.p10:.4f}, {prediction.p90:.4f}]",
+        f'made = "{date.today().isoformat()}, {CLUSTER}, {CALIBRATION}"',
+        f'key = "{case.make_key(replicas)}"',
+        "",
+    ]
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Runs of `benchmarks targets`: which starts next on which GPUs, the processes, and the file that keeps them."""
+"""Runs of `benchmarks targets`: the choice of the next job and its GPUs, the processes, and the file of results."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,202 +20,295 @@ from megascale.core import strict_json
 from megascale.core.terminal import termination_signals
 from megascale.errors import ConfigError
 
-GRACE_PERIOD = 10.0  # seconds that a run has to end after the signal
+GRACE_PERIOD = 10.0  # seconds between the termination signal and SIGKILL
+POLL_INTERVAL = 0.1  # seconds between two checks for ended processes
 BENCHMARKS = (sys.executable, "-m", "benchmarks")
 
 
 @dataclass(frozen=True)
 class TargetJob:
-    """A run to make: `case` with so many replicas, for the repeat of that number."""
+    """A run to make.
+
+    Attributes:
+        case: what to run.
+        repeat: index of the repeat, from 0.
+        replicas: number of data-parallel replicas.
+        seconds: expected duration.
+    """
 
     case: TargetCase
     repeat: int
     replicas: int
-    seconds: float  # that it is expected to take
+    seconds: float
 
     @property
     def gpus(self) -> int:
-        """GPUs it takes."""
+        """Return the number of GPUs."""
         return self.case.gpus * self.replicas
 
 
 @dataclass
 class TargetRun:
-    """A run that was made.
+    """A run that has ended.
 
     Attributes:
-        key: Case.key of what was run.
-        command: the same as a line to type.
-        seconds: from its start to its end.
-        told: what the bench wrote; None if it failed.
-        failed: its last lines if it did.
+        key: TargetCase.make_key of the case at that time.
+        replicas: number of data-parallel replicas.
+        command: the shell command of the same run.
+        seconds: duration from start to end.
+        report: JSON that the benchmark wrote, or None after a failure.
+        failure: reason and last lines of output after a failure, else empty.
     """
 
     key: str
     replicas: int
     command: str
     seconds: float
-    told: dict[str, Any] | None = None
-    failed: list[str] = field(default_factory=list)
+    report: dict[str, Any] | None = None
+    failure: list[str] = field(default_factory=list)
 
 
-class Record:
-    """The file of runs, written anew after each."""
+class ResultFile:
+    """The JSON file of runs, written after each run.
+
+    Args:
+        file: path. An existing file is read.
+        gpus: number of GPUs of this call, from which the sizes of the cases follow.
+
+    Raises ConfigError if the file holds something else, or runs on another number of GPUs.
+    """
 
     def __init__(self, file: Path, gpus: int) -> None:
-        """Reads `file` if it is there; ConfigError if it holds something else, or runs of another number of GPUs."""
-        self.file, self.gpus = file, gpus
+        self.file = file
+        self.gpus = gpus
         self._cases: dict[str, dict[int, TargetRun]] = {}
         if not file.exists():
             return
         try:
-            report = json.loads(file.read_text())
-            present = int(report["gpus"])
-            for name, runs in report["cases"].items():
-                self._cases[name] = {int(repeat): TargetRun(**run) for repeat, run in runs.items()}
+            tree = json.loads(file.read_text())
+            file_gpus = int(tree["gpus"])
+            for name, runs in tree["cases"].items():
+                self._cases[name] = {int(repeat): _decode_run(run) for repeat, run in runs.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(f"--out={file} is there and holds no figures of this bench; name another file") from None
-        if present != gpus:
             raise ConfigError(
-                f"--out={file} holds runs on a machine of {present} GPUs and this call has {gpus}: cases have other "
-                f"sizes; name another file, or give --gpus={present} where so many are"
+                f"--out={file} exists and is not a result file of this benchmark; name another file"
+            ) from None
+        if file_gpus != gpus:
+            raise ConfigError(
+                f"--out={file} holds runs on {file_gpus} GPUs, but this call has {gpus}, where cases have other sizes; "
+                f"name another file, or give --gpus={file_gpus} on a machine with that many"
             )
 
-    def runs(self, case: TargetCase, replicas: int | None) -> dict[int, TargetRun]:
-        """Runs of a case as it is now, by repeat."""
+    def get_runs(self, case: TargetCase, replicas: int | None) -> dict[int, TargetRun]:
+        """Return the runs of the case by repeat. Runs of an earlier version of the case are left out."""
         if replicas is None:
-            key = None
-        else:
-            key = case.key(replicas)
-        return {repeat: run for repeat, run in sorted(self._cases.get(case.name, {}).items()) if run.key == key}
+            return {}
+        key = case.make_key(replicas)
+        runs = self._cases.get(case.name, {})
+        return {repeat: run for repeat, run in sorted(runs.items()) if run.key == key}
 
-    def has_other(self, case: TargetCase, replicas: int) -> bool:
-        """Return whether the folder holds runs of this name with other arguments."""
-        return any(run.key != case.key(replicas) for run in self._cases.get(case.name, {}).values())
+    def has_outdated_run(self, case: TargetCase, replicas: int) -> bool:
+        """Return whether the file holds a run of this name with other arguments."""
+        key = case.make_key(replicas)
+        return any(run.key != key for run in self._cases.get(case.name, {}).values())
 
-    def keep(self, job: TargetJob, run: TargetRun) -> None:
-        """Add a run and write the file, whole or not at all; runs of its case with other words go."""
-        self._cases[job.case.name] = self.runs(job.case, job.replicas) | {job.repeat: run}
-        report = {
-            "gpus": self.gpus,
-            "cases": {name: {str(n): asdict(r) for n, r in runs.items()} for name, runs in self._cases.items()},
-        }
+    def save(self, job: TargetJob, run: TargetRun) -> None:
+        """Add a run, remove outdated runs of its case, and replace the file atomically."""
+        self._cases[job.case.name] = self.get_runs(job.case, job.replicas) | {job.repeat: run}
+        cases = {}
+        for name, runs in self._cases.items():
+            cases[name] = {str(repeat): _encode_run(run) for repeat, run in runs.items()}
         self.file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.file.with_name(f".{self.file.name}.part")
-        unfinished.write_text(strict_json.dumps(report, indent=1) + "\n")
+        unfinished.write_text(strict_json.dumps({"gpus": self.gpus, "cases": cases}, indent=1) + "\n")
         os.replace(unfinished, self.file)
 
 
-def missing(cases: Iterable[TargetCase], record: Record, repeats: int) -> list[TargetJob]:
-    """Return the runs that remain, repeat by repeat, every second repeat in reverse order. Failed runs are repeated."""
+# `megascale simulate calibrate --run` reads these files too (simulate/measured_runs.py). If the key `told` is renamed
+# here, it must change as well, and both must read the files of earlier releases.
+def _encode_run(run: TargetRun) -> dict[str, Any]:
+    return {
+        "key": run.key,
+        "replicas": run.replicas,
+        "command": run.command,
+        "seconds": run.seconds,
+        "told": run.report,
+        "failed": run.failure,
+    }
+
+
+def _decode_run(tree: Mapping[str, Any]) -> TargetRun:
+    """Return the run of an entry of the file. Raises KeyError for an incomplete entry."""
+    return TargetRun(
+        key=tree["key"],
+        replicas=tree["replicas"],
+        command=tree["command"],
+        seconds=tree["seconds"],
+        report=tree["told"],
+        failure=tree["failed"],
+    )
+
+
+def list_remaining_jobs(cases: Sequence[TargetCase], results: ResultFile, repeats: int) -> list[TargetJob]:
+    """Return the jobs without a report, in the order of their starts. Failed runs are repeated.
+
+    The repeats follow each other, and every second one has the cases in reverse order. Cases that need more GPUs than
+    there are have no jobs.
+    """
     jobs = []
     for repeat in range(repeats):
-        if repeat % 2 == 0:
-            ordered = list(cases)
-        else:
-            ordered = list(cases)[::-1]
-        for case in ordered:
-            replicas = case.replicas(record.gpus)
+        ordered_cases = list(cases)
+        if repeat % 2 == 1:
+            ordered_cases.reverse()
+        for case in ordered_cases:
+            replicas = case.count_replicas(results.gpus)
             if replicas is None:
                 continue
-            built = record.runs(case, replicas)
-            if repeat in built and built[repeat].told is not None:
+            runs = results.get_runs(case, replicas)
+            if repeat in runs and runs[repeat].report is not None:
                 continue
-            duration = [run.seconds for run in built.values() if run.told is not None]
-            jobs.append(TargetJob(case, repeat, replicas, max(duration) if duration else case.seconds))
+            durations = [run.seconds for run in runs.values() if run.report is not None]
+            seconds = max(durations, default=case.seconds)
+            jobs.append(TargetJob(case, repeat, replicas=replicas, seconds=seconds))
     return jobs
 
 
-def choose(waiting: Sequence[TargetJob], free: int, host: bool, remaining: float) -> TargetJob | None:
-    """Which of the waiting runs starts now, if any.
+def choose_next_job(
+    waiting: Sequence[TargetJob], free_gpus: int, *, is_host_free: bool, remaining_seconds: float
+) -> TargetJob | None:
+    """Return the first waiting job that can start now, or None.
 
-    The first that `free` GPUs hold, one on the CPU only if the `host` is free, and whose time fits into the `left`
-    seconds. Runs of a later repeat wait until all of the one before have started: so a large one, which smaller ones
-    overtake, has its turn.
+    Its GPUs are free, or it runs on the CPU and no other job does, and it is expected to end in `remaining_seconds`.
+    Jobs of a repeat start only after all jobs of the repeat before have started. So a large job, which smaller ones
+    overtake, waits for at most the rest of its repeat.
     """
-    on_time = [job for job in waiting if job.seconds <= remaining]
-    repeat = min((job.repeat for job in on_time), default=0)
-    for job in on_time:
-        if job.repeat == repeat and (host if job.gpus == 0 else job.gpus <= free):
+    timely = [job for job in waiting if job.seconds <= remaining_seconds]
+    repeat = min((job.repeat for job in timely), default=0)
+    for job in timely:
+        if job.repeat != repeat:
+            continue
+        if job.gpus == 0:
+            can_start = is_host_free
+        else:
+            can_start = job.gpus <= free_gpus
+        if can_start:
             return job
     return None
 
 
 @dataclass
-class _Running:
+class _RunningJob:
     job: TargetJob
     gpus: list[str]
-    began: float
+    start: float
     folder: Path
     process: subprocess.Popen[bytes]
 
 
-def run_all(
+class _JobRunner:
+    """Starts jobs on GPUs of their own and collects the runs that have ended."""
+
+    def __init__(
+        self,
+        jobs: Sequence[TargetJob],
+        gpus: Sequence[str],
+        folder: Path,
+        *,
+        program: Sequence[str],
+        is_sequential: bool,
+    ) -> None:
+        self.running: list[_RunningJob] = []
+        self._waiting = list(jobs)
+        self._gpus = gpus
+        self._free_gpus = list(gpus)
+        self._folder = folder
+        self._program = program
+        self._is_sequential = is_sequential
+
+    def start_jobs(self, remaining_seconds: float) -> None:
+        """Start the jobs whose GPUs are free and which end in `remaining_seconds`."""
+        while not (self._is_sequential and self.running):
+            job = choose_next_job(
+                self._waiting,
+                len(self._free_gpus),
+                is_host_free=all(item.gpus for item in self.running),
+                remaining_seconds=remaining_seconds,
+            )
+            if job is None:
+                return
+            self._waiting.remove(job)
+            gpus = self._free_gpus[: job.gpus]
+            self._free_gpus = self._free_gpus[job.gpus :]
+            self.running.append(_start(job, gpus, self._folder, self._program))
+
+    def collect_ended(self) -> Iterator[tuple[TargetJob, TargetRun]]:
+        """Yield the jobs that have ended, and their runs. After a failure the other jobs of the case do not start."""
+        ended = [item for item in self.running if item.process.poll() is not None]
+        for item in ended:
+            self.running.remove(item)
+            # Keep the order of the GPUs, so that a job of several GPUs gets neighbours.
+            self._free_gpus = [gpu for gpu in self._gpus if gpu in self._free_gpus or gpu in item.gpus]
+            run = _read_run(item)
+            if run.report is None:
+                self._waiting = [job for job in self._waiting if job.case is not item.job.case]
+            yield item.job, run
+
+
+def run_jobs(
     jobs: Sequence[TargetJob],
     gpus: Sequence[str],
     deadline: float,
-    keep: Callable[[TargetJob, TargetRun], None],
-    alone: bool = False,
+    save: Callable[[TargetJob, TargetRun], None],
+    *,
+    is_sequential: bool = False,
     program: Sequence[str] = BENCHMARKS,
 ) -> None:
-    """Make the runs, side by side on GPUs of their own, and end those that are not done at `until`.
+    """Run the jobs side by side on GPUs of their own, and end those that still run at the deadline.
+
+    After a failure the other jobs of the case are left out. An interruption ends all processes and is raised again.
 
     Args:
-        gpus: names of the devices, as CUDA_VISIBLE_DEVICES has them.
-        until: of time.monotonic.
-        keep: told each run that has ended by itself.
-        alone: one run at a time.
-        program: what a case's words are given to.
-
-    After a failure the case's other runs are left out. An interruption ends all runs and goes on to the caller.
+        jobs: in the order of their starts.
+        gpus: names of the GPUs, as in CUDA_VISIBLE_DEVICES.
+        deadline: value of time.monotonic, in seconds.
+        save: called with each job that has ended by itself, and its run.
+        is_sequential: whether a job starts only after the previous one has ended.
+        program: command that receives the arguments of a case.
     """
     from rich.progress import Progress
 
-    waiting, free = list(jobs), list(gpus)
-    running: list[_Running] = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, Progress(transient=True) as progress:
-        bar = progress.add_task("", total=len(jobs))
+        task = progress.add_task("", total=len(jobs))
+        runner = _JobRunner(jobs, gpus, Path(folder), program=program, is_sequential=is_sequential)
         try:
-            while True:
-                for item in [r for r in running if r.process.poll() is not None]:
-                    running.remove(item)
-                    free = [gpu for gpu in gpus if gpu in free or gpu in item.gpus]  # neighbours stay neighbours
-                    run = _read(item)
-                    keep(item.job, run)
-                    if run.told is None:
-                        waiting = [job for job in waiting if job.case is not item.job.case]
-                    progress.advance(bar)
-                    became = "done" if run.told is not None else "failed"
-                    progress.console.print(
-                        f"{item.job.case.name}, repeat {item.job.repeat + 1}: {became} in {run.seconds:.0f} s",
-                        highlight=False,
-                    )
-                remaining = deadline - time.monotonic()
-                while not (alone and running):
-                    host = all(r.gpus for r in running)
-                    job = choose(waiting, len(free), host, remaining)
-                    if job is None:
-                        break
-                    waiting.remove(job)
-                    used, free = free[: job.gpus], free[job.gpus :]
-                    running.append(_start(job, used, Path(folder), program))
-                if not running or remaining <= 0:
-                    return
-                progress.update(bar, description=", ".join(r.job.case.name for r in running))
-                time.sleep(0.1)
+            runner.start_jobs(deadline - time.monotonic())
+            while runner.running and time.monotonic() < deadline:
+                progress.update(task, description=", ".join(item.job.case.name for item in runner.running))
+                time.sleep(POLL_INTERVAL)
+                for job, run in runner.collect_ended():
+                    save(job, run)
+                    progress.advance(task)
+                    progress.console.print(_describe_end(job, run), highlight=False)
+                runner.start_jobs(deadline - time.monotonic())
         finally:
-            _end([r.process for r in running])
+            _end([item.process for item in runner.running])
 
 
-def _start(job: TargetJob, gpus: list[str], folder: Path, program: Sequence[str]) -> _Running:
+def _describe_end(job: TargetJob, run: TargetRun) -> str:
+    outcome = "failed after" if run.report is None else "done in"
+    return f"{job.case.name}, repeat {job.repeat + 1}: {outcome} {run.seconds:.0f} s"
+
+
+def _start(job: TargetJob, gpus: list[str], folder: Path, program: Sequence[str]) -> _RunningJob:
     from megascale.train.launcher import die_with_parent
 
-    local = folder / f"{job.case.name}-{job.repeat}"
-    local.mkdir()
-    command = list(program) + job.case.words(job.replicas) + [f"--train.runs={local}", f"--out={local / 'told.json'}"]
+    job_folder = folder / f"{job.case.name}-{job.repeat}"
+    job_folder.mkdir()
+    command = [*program, *job.case.list_arguments(job.replicas)]
+    command += [f"--train.runs={job_folder}", f"--out={job_folder / 'report.json'}"]
     variables = os.environ | {"COLUMNS": "120"} | job.case.environment | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-    with open(local / "output.log", "wb") as log:
-        # A Ctrl-C at the terminal is for this process alone, which tells its runs.
+    with open(job_folder / "output.log", "wb") as log:
+        # A new session keeps Ctrl-C at the terminal from the process. This process ends it instead.
         process = subprocess.Popen(
             command,
             stdout=log,
@@ -224,29 +317,33 @@ def _start(job: TargetJob, gpus: list[str], folder: Path, program: Sequence[str]
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
-    return _Running(job, gpus, time.monotonic(), local, process)
+    return _RunningJob(job, gpus, start=time.monotonic(), folder=job_folder, process=process)
 
 
-def _read(single: _Running) -> TargetRun:
-    """Return the result of a run that has ended."""
-    job = single.job
+def _read_run(ended: _RunningJob) -> TargetRun:
+    """Return the run of a job whose process has ended."""
+    job = ended.job
     run = TargetRun(
-        job.case.key(job.replicas), job.replicas, job.case.line(job.replicas), round(time.monotonic() - single.began, 1)
+        key=job.case.make_key(job.replicas),
+        replicas=job.replicas,
+        command=job.case.format_command(job.replicas),
+        seconds=round(time.monotonic() - ended.start, 1),
     )
     try:
-        if single.process.returncode == 0:
-            run.told = _slim(json.loads((single.folder / "told.json").read_text()))
+        if ended.process.returncode == 0:
+            report = json.loads((ended.folder / "report.json").read_text())
+            run.report = _remove_details(report)
             return run
-        why = f"exit code {single.process.returncode}"
+        reason = f"exit code {ended.process.returncode}"
     except (OSError, ValueError) as error:
-        why = f"it left no figures: {error}"
-    output = (single.folder / "output.log").read_text(errors="replace").strip().splitlines()
-    run.failed = [why] + output[-LAST_LINES:]
+        reason = f"the benchmark wrote no report: {error}"
+    output = (ended.folder / "output.log").read_text(errors="replace").strip().splitlines()
+    run.failure = [reason] + output[-LAST_LINES:]
     return run
 
 
-def _slim(report: dict[str, Any]) -> dict[str, Any]:
-    """Without what is large and what was only for this call."""
+def _remove_details(report: dict[str, Any]) -> dict[str, Any]:
+    """Return the report without its traces, which are large, and without the run folder, which is temporary."""
     for rank in report.get("ranks", []):
         rank.pop("stretches", None)
     report.get("settings", {}).get("train", {}).pop("runs", None)
@@ -254,17 +351,17 @@ def _slim(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Tell runs to end, which end their ranks; those that do not hear are killed, and their ranks with them.
+    """Terminate benchmarks and their ranks, and kill those that run on after GRACE_PERIOD.
 
-    A second interruption changes nothing meanwhile: `timeout` sends each twice.
+    Termination signals are ignored meanwhile, because `timeout` sends each of them twice.
     """
     from megascale.train.launcher import end_processes
 
     if not processes:
         return
-    old = {number: signal.signal(number, signal.SIG_IGN) for number in termination_signals()}
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in termination_signals()}
     try:
         end_processes(processes, GRACE_PERIOD)
     finally:
-        for number, handler in old.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""`megascale bench train --watch`: lines of nvidia-smi, a child that ends with the steps, and what it comes to."""
+"""`megascale bench train --watch`: lines of nvidia-smi, the end of its process, and the summary of samples."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megascale.errors import ConfigError, TrainingError
 
 @pytest.fixture
 def smi(tmp_path, monkeypatch):
-    """Puts a shell script called nvidia-smi first on PATH; it leaves its process id and words in this folder."""
+    """Return a function that puts a script nvidia-smi first on PATH, which writes its process ID and arguments."""
 
     def make(script: str) -> Path:
         file = tmp_path / "bin" / "nvidia-smi"
         file.parent.mkdir()
-        file.write_text(f'#!/bin/sh\necho $$ > "{tmp_path}/pid"\necho "$@" > "{tmp_path}/words"\n{script}\n')
+        file.write_text(f'#!/bin/sh\necho $$ > "{tmp_path}/pid"\necho "$@" > "{tmp_path}/arguments"\n{script}\n')
         file.chmod(0o755)
         monkeypatch.setenv("PATH", f"{file.parent}:{os.environ['PATH']}")
         return tmp_path
@@ -52,7 +52,7 @@ def test_lines(line, values):
     assert gpu_watch.parse_values(line) == values
 
 
-def test_samples_are_taken_until_the_end_and_the_child_is_gone(smi):
+def test_samples_are_taken_until_the_end_of_the_steps(smi):
     folder = smi("printf '1755, 690.1, 45\\n1740, [N/A], 61\\n'; exec sleep 600")
     began = time.perf_counter()
     with gpu_watch.GpuWatch("GPU-abc") as watched:
@@ -63,7 +63,7 @@ def test_samples_are_taken_until_the_end_and_the_child_is_gone(smi):
     assert [sample[1:] for sample in result] == [[1755.0, 690.1, 45.0], [1740.0, None, 61.0]]
     assert 0 <= result[0][0] <= result[1][0]
     assert watched.list_samples(time.perf_counter()) == []
-    arguments = (folder / "words").read_text()
+    arguments = (folder / "arguments").read_text()
     assert "-i GPU-abc" in arguments
     assert "clocks.sm,power.draw,temperature.gpu" in arguments
 
@@ -75,14 +75,14 @@ def test_the_child_ends_with_steps_that_fail(smi):
     assert has_ended(folder)
 
 
-def test_without_a_sample_its_reason_is_told_before_the_steps(smi):
+def test_nvidia_smi_that_prints_no_sample_is_an_error_before_the_steps(smi):
     folder = smi("echo No devices were found; exit 6")
     with pytest.raises(TrainingError, match="No devices were found"), gpu_watch.GpuWatch("GPU-abc"):
         pytest.fail("the steps began")
     assert has_ended(folder)
 
 
-def test_a_child_that_ends_early_is_told(smi):
+def test_an_early_end_of_nvidia_smi_is_an_error(smi):
     smi("echo 1755, 690.1, 45; echo Lost the GPU")
     with gpu_watch.GpuWatch("GPU-abc") as watched:
         watched._thread.join()
@@ -92,7 +92,7 @@ def test_a_child_that_ends_early_is_told(smi):
     assert len(watched.list_samples(0.0)) == 1
 
 
-def test_without_nvidia_smi_or_a_gpu_it_is_refused(tmp_path, monkeypatch, megascale):
+def test_watch_without_nvidia_smi_or_a_gpu_is_refused(tmp_path, monkeypatch, megascale):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="nvidia-smi"):
         gpu_watch.check_watch(uses_gpu=True)
@@ -103,13 +103,13 @@ def test_without_nvidia_smi_or_a_gpu_it_is_refused(tmp_path, monkeypatch, megasc
     assert "GPU" in result.stderr
 
 
-def test_the_summary_compares_the_ends():
+def test_the_summary_compares_the_first_and_last_samples():
     samples = [[0.5 * i, 1755.0 - 15 * (i >= 18), None if i else 690.0, 45.0 + i] for i in range(20)]
     assert gpu_watch.summarize_samples(samples) == "clock 1,755 -> 1,740 MHz, power 690 -> ? W, temperature 46 -> 64 C"
     assert "no sample" in gpu_watch.summarize_samples([])
 
 
-def test_the_bench_prints_what_was_watched(tmp_path, megascale, capsys):
+def test_the_benchmark_prints_the_summary(tmp_path, megascale, capsys):
     arguments = ["--model.layers=1", "--model.hidden=32", "--model.vocab_size=64", "--model.sequence_length=16"]
     arguments += ["--train.micro_batch=1", "--train.global_batch=1", "--train.device=cpu", "--steps=1", "--warmup=1"]
     done = megascale("bench", "train", "tiny", *arguments, "--out", "t.json")

@@ -8,23 +8,23 @@ from megascale.bench.step_monitor import StepMonitor
 
 
 def test_lines_have_seconds_per_step_and_load(capsys):
-    now = [100.0]
-    monitor = StepMonitor("a", warmup=3, steps=4, prints=True, clock=lambda: now[0])
+    clock = [100.0]
+    monitor = StepMonitor("a", warmup=3, steps=4, prints=True, clock=lambda: clock[0])
 
     def take_step(seconds: float, load: float | None = None) -> None:
-        now[0] += seconds
+        clock[0] += seconds
         monitor.record_step(load)
 
     monitor.report_if_due()
     for seconds in (4, 7):
-        now[0] += seconds
+        clock[0] += seconds
         monitor.report_if_due()
     monitor.report_if_due()
     take_step(4, 1.5)
     take_step(5, 1.4)
     take_step(6, 1.3)
     take_step(4)
-    now[0] += 12
+    clock[0] += 12
     monitor.report_if_due()
     take_step(1, 1.2)
     assert capsys.readouterr().out.splitlines() == [
@@ -37,7 +37,7 @@ def test_lines_have_seconds_per_step_and_load(capsys):
 
 
 def test_a_rank_that_does_not_print_counts_and_checks(capsys):
-    """`check` ends a measurement between two steps."""
+    """`check` can end a measurement between two steps."""
 
     def check() -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""`megascale bench train`: what it says of a step beside its time. Its steps: tests/simulate/test_measured_runs.py."""
+"""`megascale bench train`: figures of a step other than its time, which tests/simulate/test_measured_runs.py has."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_each_rank_has_cores_of_its_own(monkeypatch):
         train_bench.find_cores(2, 2)
 
 
-def test_too_few_cores_are_said_before_any_rank_starts(megascale, tmp_path):
+def test_too_few_cores_are_an_error_before_any_rank_starts(megascale, tmp_path):
     result = megascale("bench", "train", "tiny", "--parallel.data=4", "--cores=1000", "--train.device=cpu")
     assert result.returncode == 2
     assert "--cores=1000" in result.stderr
@@ -47,8 +47,8 @@ def test_a_profiled_step_waits_for_its_gathers_before_the_profiler_ends(tmp_path
     assert recorded == [("gather", True), ("step", True), ("synchronize", True)]
 
 
-def test_what_the_host_takes_is_without_its_waits_for_the_device(monkeypatch):
-    """The clock stands still but for what is told: 2 s of launching, and 5 s of waiting for the device each time."""
+def test_host_seconds_exclude_waits_for_the_device(monkeypatch):
+    """Advance a fake clock by 2 s in total for launches and by 5 s for each wait for the device."""
     torch = pytest.importorskip("torch")
     current = [0.0]
     monkeypatch.setattr(measured_steps.time, "perf_counter", lambda: current[0])
@@ -69,7 +69,7 @@ def test_what_the_host_takes_is_without_its_waits_for_the_device(monkeypatch):
 
 
 def test_random_documents_fill_the_samples(capsys):
-    """Documents have the mean length asked for, and the figures count their attention only."""
+    """Documents have the requested mean length, and the FLOPs count attention inside documents only."""
     tree = ["--model.preset=tiny", "--train.micro_batch=2", "--train.global_batch=2", "--train.device=cpu"]
     config = train_bench.load_shape_config(tree + ["--data.document_mask=true", "--observe.peak_tflops=1"])
     result = measured_steps.measure_training(config, 1, 1, None, mean_document=32)

@@ -1,4 +1,4 @@
-"""`megascale checkpoint ...` as a person types it."""
+"""`megascale checkpoint COMMAND` on runs and folders of weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.forked import Forked
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run with two committed steps, saved as by three processes."""
+    """Return a run with two committed steps, saved as by three processes."""
     folder = tmp_path / "run"
     for step in (10, 20):
         tensors = logical_state(step)
@@ -34,7 +34,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def call(*arguments: Any) -> str:
-    """Run a command; its output. Errors come as exceptions, as `main` sees them."""
+    """Run a command and return its output. Raises the exceptions that `main` turns into messages."""
     result = CliRunner().invoke(
         app, ["checkpoint"] + [str(argument) for argument in arguments], catch_exceptions=False, standalone_mode=False
     )
@@ -52,7 +52,7 @@ def test_inspect_finds_its_way(run: Path, where: str) -> None:
     assert {t["name"]: t["bytes"] for t in record["tensors"]}["model.embedding.weight"] == 37 * 12 * 4
 
 
-def test_an_empty_table_is_no_difference(run: Path) -> None:
+def test_an_empty_table_does_not_count_as_a_difference(run: Path) -> None:
     tensors = logical_state(30)
     shards = list(cut(tensors, "flat", 0, 1))
     config = {"model": {"hidden": 12, "layers": 1, "layer_kinds": {}}, "train": {"steps": 60}}
@@ -60,7 +60,7 @@ def test_an_empty_table_is_no_difference(run: Path) -> None:
     assert "configuration: as in config.toml" in call("inspect", run)
 
 
-def test_inspect_says_what_is_not_whole(run: Path, tmp_path: Path) -> None:
+def test_inspect_reports_incomplete_steps(run: Path, tmp_path: Path) -> None:
     (run / "checkpoints" / "step-20" / COMMIT).unlink()
     assert "did not finish" in call("inspect", run)
     with pytest.raises(DataError, match="there is no checkpoint in"):
@@ -193,7 +193,7 @@ def test_reshard_changes_files_not_tensors(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_fallback_to_an_earlier_checkpoint_is_reported_once(tmp_path: Path) -> None:
-    """A warning for callers of the Python interface would repeat the line, with a line of the source."""
+    """Check that the warning for callers of the Python interface does not repeat the line."""
     before = "from megascale.cli import main; from megascale.checkpoint import loader; "
     before += "main._make_app = lambda: lambda: loader.warn('went back to step 3')"
     process = Forked(["checkpoint", "inspect", tmp_path], before=before)

@@ -30,7 +30,7 @@ printf '%s\n' "${COMPREPLY[@]}"
 
 
 @pytest.mark.parametrize(
-    ("words", "word", "expected"),
+    ("arguments", "word", "expected"),
     [
         (["train"], "--train.glo", ["--train.global_batch"]),
         (["train", "--model.preset"], "llama3", ["llama3.1-405b", "llama3.1-70b", "llama3.1-8b"]),
@@ -51,8 +51,8 @@ printf '%s\n' "${COMPREPLY[@]}"
         ([], "tr", None),
     ],
 )
-def test_matches(words, word, expected):
-    matches = completion.list_matches(words, word, list_options)
+def test_matches(arguments, word, expected):
+    matches = completion.list_matches(arguments, word, list_options)
     if expected == ["kernels"]:
         assert matches[0] == "kernels"
         assert all(match.startswith("kernels") for match in matches)
@@ -77,7 +77,7 @@ def test_commands_with_settings_are_those_that_accept_them():
 
 @pytest.fixture(scope="module")
 def bash(tmp_path_factory):
-    """Return a function that completes words in bash, with the script of --show-completion."""
+    """Return a function that completes the last of its arguments in bash, with the script of --show-completion."""
     if BASH is None:
         pytest.skip("bash is not installed")
     folder = tmp_path_factory.mktemp("bash")
@@ -89,9 +89,13 @@ def bash(tmp_path_factory):
     script = subprocess.run(["megascale"], env=source, capture_output=True, text=True, check=True)
     Path(environment["SCRIPT"]).write_text(script.stdout)
 
-    def complete(*words: str) -> list[str]:
+    def complete(*arguments: str) -> list[str]:
         done = subprocess.run(
-            [BASH, "--norc", "-c", CALL, "bash", *words], env=environment, capture_output=True, text=True, check=True
+            [BASH, "--norc", "-c", CALL, "bash", *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         return done.stdout.split()
 

@@ -1,4 +1,4 @@
-"""Training without the packages of extras: it trains, and what needs a package names the extra that installs it."""
+"""Training without the packages of extras. A feature that needs a package names the extra that installs it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ABSENT = ("matplotlib", "duckdb")
 
 @pytest.fixture
 def without_extras(tmp_path: Path):
-    """Return a function that runs `megascale WORDS` in a new process that cannot import the packages of ABSENT."""
+    """Return a function that runs `megascale ARGUMENTS` in a new process that cannot import the packages of ABSENT."""
     folder = tmp_path / "site"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({ABSENT!r}))\n")
@@ -56,7 +56,7 @@ def test_a_span_sink_without_its_package_keeps_the_segment(tmp_path, monkeypatch
     assert len(caplog.records) == 1
 
 
-def test_other_missing_modules_are_no_extras():
+def test_other_missing_modules_do_not_name_an_extra():
     assert missing_extra(ModuleNotFoundError("No module named 'numpy'", name="numpy")) is None
     assert missing_extra(ModuleNotFoundError("no name")) is None
     assert "[network]" in str(missing_extra(ModuleNotFoundError("", name="numba.core")))

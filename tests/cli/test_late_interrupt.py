@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-# The command prints, and leaves `{rest}` for the end of the process.
+# The command prints, and leaves `{teardown}` for the end of the process.
 PROGRAM = """
 import os, signal, sys, threading
 import typer
@@ -29,7 +29,7 @@ app = typer.Typer()
 @app.command()
 def work() -> None:
     print("done")
-    {rest}
+    {teardown}
 
 def make_app():
     return app
@@ -39,8 +39,8 @@ run_app(make_app)
 """
 
 
-def run(rest: str, presses: str = "pass") -> subprocess.CompletedProcess[str]:
-    program = PROGRAM.format(rest=rest, presses=presses)
+def run(teardown: str, presses: str = "pass") -> subprocess.CompletedProcess[str]:
+    program = PROGRAM.format(teardown=teardown, presses=presses)
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
 
 

@@ -1,4 +1,4 @@
-"""`megascale launch --dry-run` for a cluster checks the layout, so that no job waits in a queue to fail."""
+"""`megascale launch --dry-run` checks the layout of a job for a cluster before the job waits in a queue."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_job_that_does_not_divide_is_refused(tmp_path, monkeypatch, cluster, s
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("document", ["bring-up.md", "kubernetes.md", "base"])
 def test_the_jobs_of_the_documents_divide(tmp_path, monkeypatch, cluster, document):
-    """Their data is not on this machine, which a note says."""
+    """Expect a note about their data, which this machine lacks."""
     monkeypatch.chdir(tmp_path)
     if document == "base":
         text = (ROOT / "deploy" / "kubernetes" / "base" / "job.toml").read_text()

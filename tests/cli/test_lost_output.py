@@ -1,4 +1,4 @@
-"""Commands whose terminal, pipe or log goes away: those that work go on, those that print end with a word."""
+"""Commands that lose their terminal, pipe or log. Training goes on, and commands that print end with a message."""
 
 from __future__ import annotations
 
@@ -87,5 +87,5 @@ def test_a_command_that_prints_ends_without_a_traceback(before, code, arguments)
         ([], False),
     ],
 )
-def test_which_commands_work(arguments, work):
+def test_which_commands_go_on(arguments, work):
     assert is_run_for_effect(arguments) is work

@@ -15,7 +15,7 @@ from tests.observe.test_step_timeline import three_stages
 
 
 class _NoTables:
-    """Tables of a run whose steps the test makes itself."""
+    """Replaces the tables of a run. The test makes the steps."""
 
     def __init__(self, run: object) -> None: ...
 

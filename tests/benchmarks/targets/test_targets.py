@@ -1,4 +1,4 @@
-"""`python -m benchmarks targets`: cases as data, which run starts on which GPUs, and runs that are kept."""
+"""`python -m benchmarks targets`: cases, the order of jobs and their GPUs, and the file of results."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.targets import command as targets
-from benchmarks.targets import predicted as targets_predicted
-from benchmarks.targets import runs as targets_runs
-from benchmarks.targets.cases import load
-from benchmarks.targets.others import load_others
-from benchmarks.targets.runs import Record, TargetJob, TargetRun, choose, missing, run_all
+from benchmarks.targets import command, predicted, runs
+from benchmarks.targets.cases import TargetCase, load_cases
+from benchmarks.targets.others import load_command_targets
+from benchmarks.targets.runs import ResultFile, TargetJob, TargetRun, choose_next_job, list_remaining_jobs, run_jobs
 from megascale.errors import ConfigError, MegascaleError
+from megascale.simulate.measured_runs import list_measured_runs
 from megascale.simulate.planner.layout_cost import make_plan
 from megascale.simulate.planner.layout_figures import DEVICES
-from tests.benchmarks.targets.target_cases import add_runs, case
+from tests.benchmarks.targets.target_cases import add_runs, case, make_report, make_run
 from tests.forked import BENCHMARKS, Forked
 from tests.test_commands import parse
 
@@ -34,64 +33,63 @@ SMALL = ["--model.layers=1", "--model.hidden=32", "--model.vocab_size=64", "--mo
 ARGUMENTS = json.dumps(["tiny"] + SMALL + ["--train.micro_batch=1", "--train.threads=1"])
 
 
-def in_toml(name: str, **keys: str) -> str:
-    """A case on the CPU that takes a moment; keys are TOML."""
-    report = {"name": f'"{name}"', "title": f'"{name}"', "arguments": ARGUMENTS, "gpus": "0", "batch": "1"}
-    report |= {"steps": "2", "warmup": "2", "seconds": "1"} | keys
-    return "\n".join(["[[case]]"] + [f"{key} = {value}" for key, value in report.items()]) + "\n"
+def to_toml(name: str, **keys: str) -> str:
+    """Return the TOML of a short case on the CPU. `keys` are TOML values."""
+    table = {"name": f'"{name}"', "title": f'"{name}"', "arguments": ARGUMENTS, "gpus": "0", "batch": "1"}
+    table |= {"steps": "2", "warmup": "2", "seconds": "1"} | keys
+    return "\n".join(["[[case]]"] + [f"{key} = {value}" for key, value in table.items()]) + "\n"
 
 
 def invoke(*arguments):
+    """Run the command in this process, and return its output and exception."""
     return CliRunner().invoke(app, ["targets"] + [str(argument) for argument in arguments], env={"COLUMNS": "100"})
 
 
 # Cases
 
 
-@pytest.mark.parametrize("single", load(None), ids=lambda target: target.name)
-def test_every_shipped_case_is_a_valid_run_of_each_size_that_it_may_have(single):
-    for replicas in range(single.least, single.data + 1):
-        config = single.config(replicas)
-        assert config.train.global_batch == replicas * single.batch
-        assert make_plan(config, replicas * single.gpus, DEVICES["H200"]).fits
-    assert single.line(single.data).removeprefix("NCCL_P2P_DISABLE=1 ").startswith("python -m benchmarks ")
+@pytest.mark.parametrize("item", load_cases(None), ids=lambda target: target.name)
+def test_every_shipped_case_is_valid_and_fits_with_each_number_of_replicas(item):
+    for replicas in range(item.min_data, item.data + 1):
+        config = item.make_config(replicas)
+        assert config.train.global_batch == replicas * item.batch
+        assert make_plan(config, replicas * item.gpus, DEVICES["H200"]).fits
+    assert item.format_command(item.data).removeprefix("NCCL_P2P_DISABLE=1 ").startswith("python -m benchmarks ")
 
 
-def test_shipped_targets_are_for_one_host_and_what_they_were_set_for():
-    by_name = {item.name: item for item in load(None)}
-    assert max(entry.slots for entry in by_name.values()) == 8
-    assert by_name["T1"].must == {"mfu": 0.57}
-    assert by_name["F2"].settings(8)[-2:] == ["--parallel.data=8", "--train.global_batch=16"]
-    assert by_name["E3p4"].must == {}
-    for name, must, aim in (("EhD", 0.81, 0.76), ("EhDg", 0.81, 0.76), ("EhT", 0.84, 0.79), ("EhP", 0.87, 0.82)):
-        assert (by_name[name].slots, by_name[name].must["step_seconds"], by_name[name].aim["step_seconds"]) == (
-            2,
-            must,
-            aim,
-        )
-    assert by_name["F3"].settings(8)[-1] == by_name["T4"].settings(4)[-1] == "--train.global_batch=64"
+def test_shipped_targets_are_for_one_host_and_have_the_agreed_values():
+    by_name = {item.name: item for item in load_cases(None)}
+    assert max(item.max_gpus for item in by_name.values()) == 8
+    assert by_name["T1"].target == {"mfu": 0.57}
+    assert by_name["F2"].list_settings(8)[-2:] == ["--parallel.data=8", "--train.global_batch=16"]
+    assert by_name["E3p4"].target == {}
+    for name, target, stretch in (("EhD", 0.81, 0.76), ("EhDg", 0.81, 0.76), ("EhT", 0.84, 0.79), ("EhP", 0.87, 0.82)):
+        assert by_name[name].max_gpus == 2
+        assert by_name[name].target == {"step_seconds": target}
+        assert by_name[name].stretch == {"step_seconds": stretch}
+    assert by_name["F3"].list_settings(8)[-1] == by_name["T4"].list_settings(4)[-1] == "--train.global_batch=64"
 
 
-def test_what_gpus_cannot_hold_is_left_out():
-    """On four GPUs a case of two replicas runs with one, whose optimizer state is not sharded."""
-    cases = [item for item in load(None) if item.name in ("T1", "F3h", "G124")]
-    assert targets._fitting(cases, 4, 139.7) == (cases, {})
-    fit, too_large = targets._fitting(cases, 4, 79.2)
-    assert [entry.name for entry in fit] == ["F3h", "G124"]
+def test_cases_that_exceed_the_gpus_memory_are_left_out():
+    """T1 runs with one of its two replicas on four GPUs, which does not shard the optimizer state."""
+    cases = [item for item in load_cases(None) if item.name in ("T1", "F3h", "G124")]
+    assert command._split_by_memory(cases, 4, 139.7) == (cases, {})
+    fitting, too_large = command._split_by_memory(cases, 4, 79.2)
+    assert [item.name for item in fitting] == ["F3h", "G124"]
     assert too_large == {"T1": pytest.approx(103, abs=3)}
-    assert targets._fitting(cases, 0, 79.2) == (cases, {})
-    fewer = ["--model.layers=20", "--parallel.layer_split=[2,2,2,2,2,2,2,2,3,1]"]
-    halved = cases[0].model_copy(update={"arguments": cases[0].arguments + fewer})
-    assert targets._fitting([halved], 4, 79.2) == ([halved], {})
+    assert command._split_by_memory(cases, 0, 79.2) == (cases, {})
+    fewer_layers = ["--model.layers=20", "--parallel.layer_split=[2,2,2,2,2,2,2,2,3,1]"]
+    halved = cases[0].model_copy(update={"arguments": cases[0].arguments + fewer_layers})
+    assert command._split_by_memory([halved], 4, 79.2) == ([halved], {})
 
 
-def test_a_call_of_which_the_gpus_can_hold_nothing_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(targets, "_devices", lambda *_: ["0", "1", "2", "3"])
-    monkeypatch.setattr(targets, "_gpu_gib", lambda _: 79.2)
-    done = invoke("--only", "T1", "--only", "EL8", "--out", tmp_path / "told.json")
-    assert isinstance(done.exception, ConfigError)
-    for part in ("no case fits", "79 here", "T1 (103)", "EL8 (", "--model.layers=N"):
-        assert part in str(done.exception)
+def test_a_call_without_a_case_that_fits_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(command, "_get_gpu_names", lambda *_: ["0", "1", "2", "3"])
+    monkeypatch.setattr(command, "_get_gpu_gib", lambda _: 79.2)
+    result = invoke("--only", "T1", "--only", "EL8", "--out", tmp_path / "results.json")
+    assert isinstance(result.exception, ConfigError)
+    for part in ("no case fits", "a GPU has 79 GiB", "T1 103 GiB", "EL8 ", "--model.layers=N"):
+        assert part in str(result.exception)
 
 
 @pytest.mark.parametrize(
@@ -101,35 +99,39 @@ def test_a_call_of_which_the_gpus_can_hold_nothing_is_refused(monkeypatch, tmp_p
         (8, {"gpus": 2, "data": 2}, 2),
         (3, {"gpus": 2, "data": 4}, 1),
         (1, {"gpus": 2, "data": 4}, None),
-        (7, {"gpus": 2, "data": 4, "least": 4}, None),
+        (7, {"gpus": 2, "data": 4, "min_data": 4}, None),
         (0, {"gpus": 0, "data": 2}, 2),
     ],
 )
-def test_as_many_replicas_as_there_is_room_for(gpus, keys, replicas):
-    assert case(**keys).replicas(gpus) == replicas
+def test_a_case_runs_with_as_many_replicas_as_the_gpus_allow(gpus, keys, replicas):
+    assert case(**keys).count_replicas(gpus) == replicas
 
 
 @pytest.mark.parametrize(
     ("keys", "part"),
     [
-        ({"must": "{mfi = 0.5}"}, "'mfi'"),
-        ({"must": "{tensor_exposed = 0.5}"}, "tensor_exposed"),
-        ({"must": "{speed_up = 1.1}"}, "over"),
-        ({"must": "{mfu = 0.6}", "aim": "{mfu = 0.5}"}, "aim"),
-        ({"over": '"B"'}, "'B'"),
-        ({"least": "2"}, "least=2"),
+        ({"target": "{mfi = 0.5}"}, "'mfi'"),
+        ({"target": "{tensor_exposed = 0.5}"}, "tensor_exposed"),
+        ({"target": "{speed_up = 1.1}"}, "baseline='F3'"),
+        ({"target": "{mfu = 0.6}", "stretch": "{mfu = 0.5}"}, "stretch.mfu=0.5"),
+        ({"stretch": "{mfu = 0.5}"}, "add target.mfu"),
+        ({"baseline": '"B"'}, "'B'"),
+        ({"min_data": "2"}, "min_data=2"),
         ({"bench": '"exposed"'}, "steps"),
         ({"batch": "0"}, "batch=0"),
-        ({"gpu": "1"}, "there is no key gpu"),
+        ({"gpu": "1"}, "unknown key gpu"),
+        # Keys of earlier releases.
+        ({"least": "2"}, "write min_data = 2"),
+        ({"must": "{mfu = 0.5}"}, "write target = {'mfu': 0.5}"),
         ({"gpus": "2"}, "gpus=2"),
         ({"arguments": '["tiny", "--model.layer=1"]'}, "model.layer"),
         ({"arguments": '["tiny", "--train.micro_batch=3"]'}, "train.micro_batch"),
         ({"arguments": '["--model.layers=1"]'}, "arguments"),
     ],
 )
-def test_a_wrong_case_is_named_before_anything_runs(tmp_path, monkeypatch, keys, part):
+def test_a_wrong_case_is_reported_before_any_run(tmp_path, monkeypatch, keys, part):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "cases.toml").write_text(in_toml("A", **keys))
+    (tmp_path / "cases.toml").write_text(to_toml("A", **keys))
     result = invoke("--file", "cases.toml", "--gpus", 0)
     assert isinstance(result.exception, MegascaleError)
     assert "case A" in str(result.exception)
@@ -137,308 +139,340 @@ def test_a_wrong_case_is_named_before_anything_runs(tmp_path, monkeypatch, keys,
     assert not (tmp_path / "bench-targets.json").exists()
 
 
-def test_files_that_are_no_cases_are_refused(tmp_path):
+def test_files_without_valid_cases_are_refused(tmp_path):
     file = tmp_path / "cases.toml"
     with pytest.raises(ConfigError, match="cannot be read"):
-        load(file)
+        load_cases(file)
     for text, part in (
         ("case = 3", "case=3"),
         ("[[case", "not valid TOML"),
-        (in_toml("A") * 2, "two cases 'A'"),
+        (to_toml("A") * 2, "two cases are named 'A'"),
         ("[[case]]\nname = 'A'", "title is missing"),
-        (in_toml("A", data="2") + in_toml("B", over='"A"'), "another data"),
+        (to_toml("A", data="2") + to_toml("B", baseline='"A"'), "another data"),
     ):
         file.write_text(text)
         with pytest.raises(ConfigError) as error:
-            load(file)
+            load_cases(file)
         assert part in str(error.value)
 
 
-def test_the_list_says_what_to_type(tmp_path):
+def test_the_list_has_commands_targets_and_gpus(tmp_path):
     result = invoke("--list", "--only", "F8", "--only", "T4")
     assert result.exit_code == 0
-    assert [line.split(":")[0] for line in result.stdout.splitlines()[::2]] == ["T4", "F3", "F8"]  # F8 is over F3
+    assert [line.split(":")[0] for line in result.stdout.splitlines()[::3]] == ["T4", "F3", "F8"]  # F3 is F8's baseline
     assert "NCCL_P2P_DISABLE=1 python -m benchmarks train gpt-13b --parallel.pipeline=2" in result.stdout
-    assert "8 GPUs, at least 4" in result.stdout
-    assert "ratio ≤1.150 (aim 1.050) over F3" in result.stdout
+    assert "4 to 8 GPUs" in result.stdout
+    assert "target ratio ≤1.150 (stretch 1.050), compared with F3; predicted step " in result.stdout
+    assert "target step ≤3.160 s (stretch 2.800 s)" in result.stdout
     assert "T9" in str(invoke("--only", "T9").exception)
 
 
-def test_the_list_ends_with_the_other_commands():
-    """Each is one that there is, with settings that there are."""
+def test_the_list_ends_with_other_commands_that_exist():
     result = invoke("--list")
-    report = result.stdout.partition("In addition to these cases:")[2]
-    assert report.count("python -m benchmarks observe") == 4
-    for item in load_others():
-        assert f"{item.title}: {item.needs}; {item.goal}" in report
-        for line in item.lines:
-            assert f"  {line}\n" in report
+    section = result.stdout.partition("Targets that other commands measure:")[2]
+    assert section.count("python -m benchmarks observe") == 4
+    for item in load_command_targets():
+        assert f"{item.title}\n  needs: {item.needs}\n  target: {item.target}\n" in section
+        for line in item.commands:
+            assert f"  {line}\n" in section
             if line.startswith("python tests/"):
                 assert (Path(__file__).parents[3] / line.split()[1]).exists()
             else:
                 parse(line)
 
 
-@pytest.mark.parametrize("single", load(None), ids=lambda target: target.name)
-def test_every_shipped_case_was_predicted_on_each_machine_that_it_may_run_on(single):
-    """A case that changes is predicted again: python -m benchmarks targets --predict >> targets_predicted.toml."""
-    for replicas in targets_predicted.REPLICAS:
-        if single.least <= replicas <= single.data:
-            assert targets_predicted.predicted(single, replicas), single.name
-    assert targets_predicted.predicted(single.model_copy(update={"warmup": 7}), single.data) is None
-    assert (
-        f"predicted {targets_predicted.predicted(single, single.data):.3f} s"
-        in invoke("--list", "--only", single.name).stdout
-    )
+@pytest.mark.parametrize("item", load_cases(None), ids=lambda target: target.name)
+def test_every_shipped_case_has_a_prediction_for_each_size_of_machine(item):
+    """Predict a changed case again: python -m benchmarks targets --predict >> predicted.toml."""
+    for replicas in predicted.REPLICAS:
+        if item.min_data <= replicas <= item.data:
+            assert predicted.find_predicted_seconds(item, replicas), item.name
+    assert predicted.find_predicted_seconds(item.model_copy(update={"warmup": 7}), item.data) is None
+    seconds = predicted.find_predicted_seconds(item, item.data)
+    assert f"predicted step {seconds:.3f} s" in invoke("--list", "--only", item.name).stdout
 
 
-def test_predictions_are_toml_of_what_was_not_predicted_yet():
+def test_predict_prints_toml_of_cases_without_a_prediction():
     assert invoke("--predict", "--only", "EhD").stdout == ""
     result = invoke("--predict", "--only", "EhD", "--train.micro_batch=1")
-    (output,) = tomllib.loads(result.stdout)["predicted"]
-    assert (output["case"], output["gpus"]) == ("EhD", 2)
-    assert 0.5 < output["p10_p90"][0] < output["seconds"] < output["p10_p90"][1] < 2
+    (table,) = tomllib.loads(result.stdout)["predicted"]
+    assert (table["case"], table["gpus"]) == ("EhD", 2)
+    assert 0.5 < table["p10_p90"][0] < table["seconds"] < table["p10_p90"][1] < 2
     arguments = ["gpt-13b", "--model.layers=20", "--train.micro_batch=1", "--parallel.reduce_dtype=bfloat16"]
     fast = case(arguments=arguments, batch=8, data=2)
     slow = case(arguments=arguments, batch=8, data=2, environment={"NCCL_P2P_DISABLE": "1"})
-    assert targets_predicted.predict(slow, 2)[0] > 1.1 * targets_predicted.predict(fast, 2)[0]
+    assert predicted.predict_step(slow, 2).seconds > 1.1 * predicted.predict_step(fast, 2).seconds
 
 
-def test_settings_hold_for_all_cases_and_wrong_ones_are_named():
+def test_settings_apply_to_all_cases_and_wrong_ones_are_refused():
     result = invoke("--list", "--only", "T3", "--overlap.gemms=off")
     assert "--overlap.gemms=off --parallel.data=2" in result.stdout
     assert "did you mean overlap.gemms?" in str(invoke("--only", "T3", "--overlp.gemms=off").exception)
 
 
-def test_names_of_gpus_are_those_that_this_process_sees(monkeypatch):
-    from benchmarks.targets.command import _devices
+def test_names_of_gpus_are_those_of_cuda_visible_devices(monkeypatch):
     from megascale import api
 
     monkeypatch.setattr(api, "visible_gpus", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert _devices(None, [case()]) == ["0", "1"]
+    assert command._get_gpu_names(None, [case()]) == ["0", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-abc")
-    assert _devices(None, [case()]) == ["5", "GPU-abc"]
-    assert _devices(1, [case()]) == ["5"]
+    assert command._get_gpu_names(None, [case()]) == ["5", "GPU-abc"]
+    assert command._get_gpu_names(1, [case()]) == ["5"]
     with pytest.raises(ConfigError, match="--gpus=3"):
-        _devices(3, [case()])
+        command._get_gpu_names(3, [case()])
 
 
-# Which run starts
+# Order of the jobs
 
-sizes = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 3)), min_size=1, max_size=8)
+SIZES = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 3)), min_size=1, max_size=8)
 
 
-@given(sizes, st.integers(0, 8), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_every_case_that_fits_runs_as_often_as_asked_and_no_gpu_twice_at_once(shapes, gpus, repeats, chance):
-    cases = [case(f"C{i}", gpus=n, data=k) for i, (n, k) in enumerate(shapes)]
-    record = Record(Path("nowhere.json"), gpus)
-    waiting = missing(cases, record, repeats)
+def make_job(item: TargetCase, repeat: int = 0, seconds: float = 1) -> TargetJob:
+    return TargetJob(item, repeat, replicas=1, seconds=seconds)
+
+
+@given(SIZES, st.integers(0, 8), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_every_case_that_fits_runs_in_each_repeat_without_sharing_a_gpu(sizes, gpus, repeats, random):
+    cases = [case(f"C{i}", gpus=case_gpus, data=data) for i, (case_gpus, data) in enumerate(sizes)]
+    results = ResultFile(Path("nowhere.json"), gpus)
+    waiting = list_remaining_jobs(cases, results, repeats)
     running: list[TargetJob] = []
-    built: list[TargetJob] = []
+    started: list[TargetJob] = []
     while waiting or running:
-        free = gpus - sum(job.gpus for job in running)
-        assert free >= 0
-        job = choose(waiting, free, all(job.gpus for job in running), 1e9)
+        free_gpus = gpus - sum(job.gpus for job in running)
+        assert free_gpus >= 0
+        is_host_free = all(job.gpus for job in running)
+        job = choose_next_job(waiting, free_gpus, is_host_free=is_host_free, remaining_seconds=1e9)
         if job is None:
             assert running, "nothing runs and nothing starts"
-            running.remove(chance.choice(running))
+            running.remove(random.choice(running))
         else:
-            assert job.repeat == min(peer.repeat for peer in waiting)
+            assert job.repeat == min(candidate.repeat for candidate in waiting)
             waiting.remove(job)
             running.append(job)
-            built.append(job)
+            started.append(job)
             assert sum(job.gpus == 0 for job in running) <= 1
     for item in cases:
-        local = [job for job in built if job.case is item]
-        assert sorted(job.repeat for job in local) == (list(range(repeats)) if item.gpus <= gpus else [])
-        assert {job.replicas for job in local} <= {item.replicas(gpus)}
+        case_jobs = [job for job in started if job.case is item]
+        expected_repeats = list(range(repeats)) if item.gpus <= gpus else []
+        assert sorted(job.repeat for job in case_jobs) == expected_repeats
+        assert {job.replicas for job in case_jobs} <= {item.count_replicas(gpus)}
 
 
-def test_small_runs_overtake_a_large_one_within_a_pass_only_and_late_ones_hold_nobody_up():
-    large, small = case("L", gpus=4), case("S")
-    jobs = [TargetJob(large, 0, 1, 10), TargetJob(small, 0, 1, 10), TargetJob(small, 1, 1, 10)]
-    assert choose(jobs, 2, True, 60) is jobs[1]
-    assert choose([jobs[0], jobs[2]], 2, True, 60) is None  # the large one has its turn
-    assert choose([jobs[0], jobs[2]], 4, True, 60) is jobs[0]
-    assert choose([TargetJob(large, 0, 1, 90), jobs[2]], 2, True, 60) is jobs[2]
-    assert choose([jobs[1]], 0, True, 60) is None
+def test_small_jobs_overtake_a_large_one_in_its_repeat_only_and_late_jobs_do_not_block():
+    def choose(waiting, free_gpus):
+        return choose_next_job(waiting, free_gpus, is_host_free=True, remaining_seconds=60)
+
+    large = make_job(case("L", gpus=4), seconds=10)
+    small = make_job(case("S"), seconds=10)
+    next_small = make_job(small.case, repeat=1, seconds=10)
+    assert choose([large, small, next_small], 2) is small
+    assert choose([large, next_small], 2) is None  # the large job starts first
+    assert choose([large, next_small], 4) is large
+    assert choose([make_job(large.case, seconds=90), next_small], 2) is next_small
+    assert choose([small], 0) is None
 
 
-def test_every_second_pass_is_reversed_and_known_times_replace_estimates(tmp_path):
-    cases = [case("A"), case("B")]
-    record = Record(tmp_path / "t.json", 1)
-    assert [(job.case.name, job.repeat) for job in missing(cases, record, 2)] == [
-        ("A", 0),
-        ("B", 0),
-        ("B", 1),
-        ("A", 1),
-    ]
-    record.keep(TargetJob(cases[0], 0, 1, 1.0), TargetRun(cases[0].key(1), 1, "", 33.0, {"step_seconds": 1.0}))
-    remaining = missing(cases, record, 2)
-    assert [(job.case.name, job.repeat, job.seconds) for job in remaining] == [
-        ("B", 0, 1.0),
-        ("B", 1, 1.0),
-        ("A", 1, 33.0),
-    ]
+def test_every_second_repeat_is_reversed_and_measured_durations_replace_estimates(tmp_path):
+    first = case("A")
+    cases = [first, case("B")]
+    results = ResultFile(tmp_path / "results.json", 1)
+    jobs = list_remaining_jobs(cases, results, 2)
+    assert [(job.case.name, job.repeat) for job in jobs] == [("A", 0), ("B", 0), ("B", 1), ("A", 1)]
+    results.save(make_job(first), make_run(first, seconds=33.0, report={"step_seconds": 1.0}))
+    jobs = list_remaining_jobs(cases, results, 2)
+    remaining = [(job.case.name, job.repeat, job.seconds) for job in jobs]
+    assert remaining == [("B", 0, 1.0), ("B", 1, 1.0), ("A", 1, 33.0)]
 
 
 # Processes
 
-# Stands for `python -m benchmarks`: writes what it was given. Its preset says what it does besides.
+# Replaces `python -m benchmarks` and reports its arguments and environment. The preset selects its behaviour.
 PROGRAM = """
 import json, os, pathlib, sys, time
-out = pathlib.Path(next(w for w in sys.argv if w.startswith("--out=")).partition("=")[2])
-here = pathlib.Path(os.environ["HERE"])
-mine = here / out.parent.name
-mine.write_text("")
-if sys.argv[2] == "meets":  # is done when all are there
-    while len([f for f in here.iterdir() if f.suffix != ".json"]) < int(os.environ["MEMBERS"]):
+out = pathlib.Path(next(a for a in sys.argv if a.startswith("--out=")).partition("=")[2])
+started = pathlib.Path(os.environ["STARTED"])
+(started / out.parent.name).write_text("")
+if sys.argv[2] == "meets":  # ends when all processes have started
+    while len(list(started.iterdir())) < int(os.environ["MEMBERS"]):
         time.sleep(0.01)
 if sys.argv[2] == "fails":
-    sys.exit("no luck")
+    sys.exit("the program fails")
 if sys.argv[2] == "endless":
     time.sleep(600)
-told = {"gpus": os.environ["CUDA_VISIBLE_DEVICES"], "mark": os.environ.get("MARK"), "words": sys.argv[1:]}
-told["ranks"] = [{"stretches": [1]}]
-out.write_text(json.dumps(told))
+report = {"gpus": os.environ["CUDA_VISIBLE_DEVICES"], "mark": os.environ.get("MARK"), "arguments": sys.argv[1:]}
+report["ranks"] = [{"stretches": [1]}]
+out.write_text(json.dumps(report))
 """
 
 
 @pytest.fixture
 def program(tmp_path, monkeypatch):
-    folder = tmp_path / "here"
+    """Return the command of PROGRAM."""
+    folder = tmp_path / "started"
     folder.mkdir()
-    monkeypatch.setenv("HERE", str(folder))
+    monkeypatch.setenv("STARTED", str(folder))
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
     return [sys.executable, str(file)]
 
 
-def make(jobs, gpus, program, seconds=60.0, **options) -> dict[str, TargetRun]:
-    built = {}
+def make_runs(jobs, gpus, program, seconds=60.0, **options) -> dict[str, TargetRun]:
+    """Run the jobs, and return their runs by the name of the case and the repeat."""
+    ended = {}
 
-    def keep(job, run):
-        built[f"{job.case.name}{job.repeat}"] = run
+    def save(job, run):
+        ended[f"{job.case.name}{job.repeat}"] = run
 
-    run_all(jobs, gpus, time.monotonic() + seconds, keep, program=program, **options)
-    return built
+    run_jobs(jobs, gpus, time.monotonic() + seconds, save, program=program, **options)
+    return ended
 
 
-def test_runs_go_side_by_side_on_gpus_of_their_own(program, monkeypatch):
-    monkeypatch.setenv("MEMBERS", "3")  # each ends only when all three run
+def test_jobs_run_side_by_side_on_gpus_of_their_own(program, monkeypatch):
+    monkeypatch.setenv("MEMBERS", "3")  # each process ends when all three run
     cases = [case("A", arguments=["meets"]), case("B", arguments=["meets"], environment={"MARK": "x"})]
     cases.append(case("C D", gpus=2, arguments=["meets"]))
-    built = make([TargetJob(item, 0, 1, 1) for item in cases], ["3", "GPU-x", "5", "6"], program)
-    assert [built[name].told["gpus"] for name in ("A0", "B0", "C D0")] == ["3", "GPU-x", "5,6"]
-    assert [built[name].told["mark"] for name in ("A0", "B0", "C D0")] == [None, "x", None]
-    assert built["A0"].told["words"][:4] == ["train", "meets", "--parallel.data=1", "--train.global_batch=4"]
-    assert built["A0"].told["ranks"] == [{}]  # a trace's stretches are not kept
+    ended = make_runs([make_job(item) for item in cases], ["3", "GPU-x", "5", "6"], program)
+    reports = [ended[name].report for name in ("A0", "B0", "C D0")]
+    assert [report["gpus"] for report in reports] == ["3", "GPU-x", "5,6"]
+    assert [report["mark"] for report in reports] == [None, "x", None]
+    assert reports[0]["arguments"][:4] == ["train", "meets", "--parallel.data=1", "--train.global_batch=4"]
+    assert reports[0]["ranks"] == [{}]  # traces are not saved
 
 
-def test_alone_means_alone_and_after_a_failure_the_others_go_on(program):
-    bad, good = case("A", arguments=["fails"]), case("B", arguments=["works"])
-    jobs = [TargetJob(bad, 0, 1, 1), TargetJob(good, 0, 1, 1), TargetJob(good, 1, 1, 1), TargetJob(bad, 1, 1, 1)]
-    built = make(jobs, ["0", "1"], program, alone=True)
-    assert list(built) == ["A0", "B0", "B1"]  # what failed is not tried again at once
-    assert built["A0"].told is None
-    assert built["A0"].failed == ["exit code 1", "no luck"]
-    assert {built["B0"].told["gpus"], built["B1"].told["gpus"]} == {"0"}
+def test_jobs_run_one_at_a_time_and_a_failure_ends_its_case_only(program):
+    bad = case("A", arguments=["fails"])
+    good = case("B", arguments=["works"])
+    jobs = [make_job(bad), make_job(good), make_job(good, repeat=1), make_job(bad, repeat=1)]
+    ended = make_runs(jobs, ["0", "1"], program, is_sequential=True)
+    assert list(ended) == ["A0", "B0", "B1"]
+    assert ended["A0"].report is None
+    assert ended["A0"].failure == ["exit code 1", "the program fails"]
+    assert {ended["B0"].report["gpus"], ended["B1"].report["gpus"]} == {"0"}
 
 
-def test_time_out_ends_what_runs_and_starts_nothing_more(program, tmp_path):
+def test_the_deadline_ends_running_jobs_and_starts_no_others(program, tmp_path):
     jobs = [
-        TargetJob(case("A", arguments=["endless"]), 0, 1, 0.1),
-        TargetJob(case("B", arguments=["works"]), 0, 1, 50.0),
+        make_job(case("A", arguments=["endless"]), seconds=0.1),
+        make_job(case("B", arguments=["works"]), seconds=50.0),
     ]
-    assert make(jobs, ["0", "1"], program, seconds=0.5) == {}
-    assert not (tmp_path / "here" / "B-0").exists()
+    assert make_runs(jobs, ["0", "1"], program, seconds=0.5) == {}
+    assert not (tmp_path / "started" / "B-0").exists()
     assert not [child for child in psutil.Process().children() if program[1] in child.cmdline()]
 
 
-def test_what_does_not_answer_is_killed(program, monkeypatch, tmp_path):
-    monkeypatch.setattr(targets_runs, "GRACE_PERIOD", 0.1)
-    deaf = "import signal, pathlib, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    (tmp_path / "deaf.py").write_text(f"{deaf}pathlib.Path({str(tmp_path / 'up')!r}).touch()\ntime.sleep(600)")
-    process = subprocess.Popen([sys.executable, str(tmp_path / "deaf.py")])
-    while not (tmp_path / "up").exists():
+def test_a_process_that_ignores_the_signal_is_killed(monkeypatch, tmp_path):
+    monkeypatch.setattr(runs, "GRACE_PERIOD", 0.1)
+    ready = tmp_path / "ready"
+    code = "import signal, pathlib, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    code += f"pathlib.Path({str(ready)!r}).touch()\ntime.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    while not ready.exists():
         time.sleep(0.01)
-    targets_runs._end([process])
+    runs._end([process])
     assert process.returncode == -signal.SIGKILL
 
 
-def test_other_words_and_other_machines(tmp_path):
+# The file of results
+
+
+def test_runs_of_changed_cases_and_other_machines_do_not_count(tmp_path):
+    file = tmp_path / "results.json"
     old, new = case("A"), case("A", steps=7)
-    record = Record(tmp_path / "t.json", 2)
-    record.keep(TargetJob(old, 0, 1, 1), TargetRun(old.key(1), 1, "", 1.0, {"n": 1}))
-    record = Record(tmp_path / "t.json", 2)
-    assert not record.has_other(old, 1)
-    assert record.has_other(new, 1)
-    assert record.has_other(old, 2)
-    assert not record.has_other(case("A", seconds=9, title="other", must={"mfu": 0.5}), 1)
-    assert record.runs(new, 1) == {}
-    record.keep(TargetJob(new, 1, 1, 1), TargetRun(new.key(1), 1, "", 1.0, {"n": 2}))
-    assert list(Record(tmp_path / "t.json", 2).runs(new, 1)) == [1]
-    assert not Record(tmp_path / "t.json", 2).runs(old, 1)
-    with pytest.raises(ConfigError, match="2 GPUs"):
-        Record(tmp_path / "t.json", 4)
-    (tmp_path / "t.json").write_text('{"gpus": 2, "cases": []}')
-    with pytest.raises(ConfigError, match="no figures"):
-        Record(tmp_path / "t.json", 2)
+    ResultFile(file, 2).save(make_job(old), make_run(old, report={"n": 1}))
+    results = ResultFile(file, 2)
+    assert not results.has_outdated_run(old, 1)
+    assert results.has_outdated_run(new, 1)
+    assert results.has_outdated_run(old, 2)
+    assert not results.has_outdated_run(case("A", seconds=9, title="other", target={"mfu": 0.5}), 1)
+    assert results.get_runs(new, 1) == {}
+    results.save(make_job(new, repeat=1), make_run(new, report={"n": 2}))
+    assert list(ResultFile(file, 2).get_runs(new, 1)) == [1]
+    assert not ResultFile(file, 2).get_runs(old, 1)
+    with pytest.raises(ConfigError, match="--gpus=2"):
+        ResultFile(file, 4)
+    run = {"key": "k", "replicas": 1, "command": "", "seconds": 1.0, "failed": []}
+    for tree in ({"gpus": 2, "cases": []}, {"gpus": 2, "cases": {"A": {"0": run}}}):
+        file.write_text(json.dumps(tree))
+        with pytest.raises(ConfigError, match="name another file"):
+            ResultFile(file, 2)
 
 
-def test_real_benches_are_run_kept_and_not_made_again(tmp_path, benchmarks):
-    """Two trainings on the CPU, one over the other, and one that fails."""
-    file, out = tmp_path / "cases.toml", tmp_path / "out.json"
-    bad = in_toml("bad", arguments=ARGUMENTS.replace("threads=1", "device=cuda"), must="{mfu = 0.5}")
-    good = in_toml("good", must="{step_seconds = 1e9, p99_over_median = 1e-9}")
-    file.write_text(good + bad + in_toml("other", over='"good"', must="{step_ratio = 1e9}", aim="{step_ratio = 1e-9}"))
+def test_files_of_earlier_releases_and_of_simulate_keep_their_keys(tmp_path):
+    """`megascale simulate calibrate --run` reads the keys `told` and `command`."""
+    file = tmp_path / "results.json"
+    item = case()
+    run = {"key": item.make_key(1), "replicas": 1, "command": "c", "seconds": 2.0}
+    failed_run = run | {"told": None, "failed": ["exit code 1", "last line"]}
+    file.write_text(
+        json.dumps({"gpus": 1, "cases": {"A": {"0": run | {"told": {"n": 1}, "failed": []}, "1": failed_run}}})
+    )
+    first, second = ResultFile(file, 1).get_runs(item, 1).values()
+    assert first == TargetRun(item.make_key(1), 1, command="c", seconds=2.0, report={"n": 1}, failure=[])
+    assert (second.report, second.failure) == (None, ["exit code 1", "last line"])
+    saved = make_run(item, report=make_report(1.5, processes=1))
+    saved.command = item.format_command(1)
+    ResultFile(file, 1).save(make_job(item), saved)
+    (measured,) = list_measured_runs(file)
+    assert (measured.seconds, measured.gpus) == (1.5, 1)
 
-    def bench(*arguments):
-        return benchmarks("targets", "--file", file, "--out", out, *arguments, env={"COLUMNS": "100"})
 
-    result = bench("--repeats", 1)
+def test_real_benchmarks_run_and_their_runs_are_saved_and_not_repeated(tmp_path, benchmarks):
+    """Measure a training on the CPU, another with the first as baseline, and one that fails."""
+    file = tmp_path / "cases.toml"
+    out = tmp_path / "out.json"
+    bad = to_toml("bad", arguments=ARGUMENTS.replace("threads=1", "device=cuda"), target="{mfu = 0.5}")
+    good = to_toml("good", target="{step_seconds = 1e9, p99_over_median = 1e-9}")
+    compared = {"baseline": '"good"', "target": "{step_ratio = 1e9}", "stretch": "{step_ratio = 1e-9}"}
+    file.write_text(good + bad + to_toml("other", **compared))
+
+    def measure(*arguments):
+        return benchmarks("targets", "--file", file, "--out", out, *arguments, env={"COLUMNS": "120"})
+
+    result = measure("--repeats", 1)
     assert result.returncode == 1, result.stderr
-    runs = json.loads(out.read_text())["cases"]
-    assert runs["good"]["0"]["told"]["all_step_seconds"]
-    assert "runs" not in runs["good"]["0"]["told"]["settings"]["train"]
-    assert runs["bad"]["0"]["told"] is None
+    cases = json.loads(out.read_text())["cases"]
+    assert cases["good"]["0"]["told"]["all_step_seconds"]
+    assert "runs" not in cases["good"]["0"]["told"]["settings"]["train"]
+    assert cases["bad"]["0"]["told"] is None
     assert "train.device=cuda" in result.stdout
     lines = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()}
-    assert "reached" in lines["good"]
+    assert " met " in lines["good"]
     assert "missed" in result.stdout
     assert "failed" in lines["bad"]
-    assert "reached" in lines["other"]
+    assert " met " in lines["other"]
     assert not (tmp_path / "runs").exists()
-    # Existing results are not measured again.
+    # Saved runs are not repeated.
     before = out.read_bytes()
-    repeated = bench("--repeats", 1, "--only", "other")
+    repeated = measure("--repeats", 1, "--only", "other")
     assert repeated.returncode == 0, repeated.stderr
     assert out.read_bytes() == before
-    # A case that has changed is, and no other.
-    file.write_text(good + bad + in_toml("other", steps="3", over='"good"'))
-    changed = bench("--repeats", 1, "--only", "other")
+    # Only the case that has changed runs.
+    file.write_text(good + bad + to_toml("other", steps="3", baseline='"good"'))
+    changed = measure("--repeats", 1, "--only", "other")
     assert changed.returncode == 0, changed.stderr
     assert "other has changed" in changed.stdout
-    after = json.loads(out.read_text())["cases"]
-    assert after["good"] == runs["good"]
-    assert len(after["other"]["0"]["told"]["all_step_seconds"]) == 3
-    # Without time nothing starts, and what is missing is said.
-    late = bench("--only", "other", "--repeats", 2, "--seconds", 0)
+    changed_cases = json.loads(out.read_text())["cases"]
+    assert changed_cases["good"] == cases["good"]
+    assert len(changed_cases["other"]["0"]["told"]["all_step_seconds"]) == 3
+    # Without time nothing starts, and the missing runs are listed.
+    late = measure("--only", "other", "--repeats", 2, "--seconds", 0)
     assert late.returncode == 0
     assert "2 runs are missing: other" in late.stdout
     assert "good" in late.stdout
 
 
-def test_an_interrupted_call_keeps_what_it_has_and_ends_what_runs(tmp_path):
-    file, out = tmp_path / "cases.toml", tmp_path / "out.json"
-    file.write_text(in_toml("done") + in_toml("endless", steps="1000000", data="2"))
-    add_runs(Record(out, 0), load(file)[0], 1.0)
+def test_an_interruption_keeps_saved_runs_and_ends_running_processes(tmp_path):
+    file = tmp_path / "cases.toml"
+    out = tmp_path / "out.json"
+    file.write_text(to_toml("done") + to_toml("endless", steps="1000000", data="2"))
+    add_runs(ResultFile(out, 0), load_cases(file)[0], 1.0)
     process = Forked(["targets", "--file", file, "--out", out, "--repeats", "1"], cwd=tmp_path, module=BENCHMARKS)
     try:
-        ranks = []
-        while len(ranks) < 3 and process.poll() is None:  # the second case's bench and its two ranks
-            ranks = psutil.Process(process.pid).children(recursive=True)
+        children = []
+        while len(children) < 3 and process.poll() is None:  # the second case's benchmark and its two ranks
+            children = psutil.Process(process.pid).children(recursive=True)
             time.sleep(0.05)
         process.terminate()
         output, _ = process.communicate(60)
@@ -447,6 +481,6 @@ def test_an_interrupted_call_keeps_what_it_has_and_ends_what_runs(tmp_path):
     assert process.returncode == 130, output
     assert list(json.loads(out.read_text())["cases"]) == ["done"]
     assert "endless" in output.partition("missing")[2]
-    assert len(ranks) == 3
-    assert not psutil.wait_procs(ranks, timeout=60)[1]  # a killed one takes a moment to be gone
-    assert {p.name for p in tmp_path.iterdir()} == {"cases.toml", "out.json"}
+    assert len(children) == 3
+    assert not psutil.wait_procs(children, timeout=60)[1]  # a killed process takes a moment to end
+    assert {path.name for path in tmp_path.iterdir()} == {"cases.toml", "out.json"}

@@ -433,7 +433,7 @@ def test_a_trainer_that_takes_too_long_keeps_its_complete_rows(tmp_path, monkeyp
             if timeout != limit:
                 return super().wait(timeout)
             wait_for_rows(out, 1, self)
-            raise subprocess.TimeoutExpired(self.words, limit)
+            raise subprocess.TimeoutExpired(self.arguments, limit)
 
     monkeypatch.setattr(peer_shapes.subprocess, "Popen", Limited)
     monkeypatch.chdir(tmp_path)
