@@ -81,27 +81,31 @@ def test_layouts_are_compared_by_sharding_and_keep_as_many_layers_as_fit():
     assert "kept: layers that stay gathered" in output
 
 
-def test_a_search_keeps_as_many_layers_as_a_plan_and_a_given_number():
+def test_a_search_keeps_as_many_layers_as_a_plan_and_a_given_number(tmp_path):
     line = (
         "simulate search --gpus 4 --model.preset=gpt-13b --zero=3 --parallel.tensor=1 --parallel.pipeline=1 "
         "--parallel.recompute=selective --train.micro_batch=1 --train.global_batch=32 --json"
     )
     [layout, *_] = json.loads(invoke(line))["layouts"]
-    arguments = ["--model.preset=gpt-13b", "--model.vocab_size=50304", "--parallel.zero=3", "--train.micro_batch=1",
-                 "--parallel.recompute=selective", "--train.global_batch=32"]  # fmt: skip
-    assert layout["zero3_keep_layers"] == make_plan(load(None, arguments), 4, 79.2).count_keepable_layers() > 0
+    toml = tmp_path / "job.toml"
+    invoke(f"{line} --toml {toml}")
+    config = load(toml, [])
+    unkept = config.model_copy(update={"parallel": config.parallel.model_copy(update={"zero3_keep_layers": 0})})
+    kept_layers = make_plan(unkept, 4, load_cluster(DEFAULT_CLUSTER).gpu.memory_gib).count_keepable_layers()
+    assert layout["zero3_keep_layers"] == config.parallel.zero3_keep_layers == kept_layers > 0
     given = json.loads(invoke(f"{line} --parallel.zero=3 --parallel.zero3_keep_layers=3"))["layouts"]
     assert {layout["zero3_keep_layers"] for layout in given} == {3}
 
 
 def test_layouts_of_a_model_that_fits_nowhere_are_refused_without_a_schedule():
     """llama3.1-70b on 16 H100: without saved activations in the bound, 2,455 layouts of ZeRO-1 had to be planned."""
-    config = set_zero(load(None, ["model.preset=llama3.1-70b", "train.global_batch=256"]), 1)
+    arguments = ["model.preset=llama3.1-70b", "train.global_batch=256", "train.precision=bfloat16"]
+    config = set_zero(load(None, arguments), 1)
     scenario = make_scenario(config, 16, DEFAULT_CLUSTER)
     software = scenario.software
     layouts = search.search_layouts(config, scenario.cluster, scenario.calibration, software, 16, 16, RECOMPUTE_KINDS)
     assert len(layouts) > 1000
-    assert search._may_fit(layouts, np.arange(len(layouts)), config, 79.2).sum() < 20
+    assert search._may_fit(layouts, np.arange(len(layouts)), config, 79.2).sum() < 50
     assert not can_choose_layout(scenario)
     assert can_choose_layout(replace(scenario, gpus=32))
 
