@@ -82,8 +82,9 @@ def missing_extra(error: ModuleNotFoundError) -> ConfigError | None:
 
 
 def describe_install(extra: str) -> str:
-    """Return the command that installs an extra."""
+    """Return the command that installs an extra, with the tested versions if the package runs from a checkout."""
     checkout = Path(__file__).parents[2]
     if (checkout / "pyproject.toml").exists():
-        return f"run pip install -e '.[{extra}]' in {checkout}"
+        constraints = "-c constraints.txt " if (checkout / "constraints.txt").exists() else ""
+        return f"run pip install {constraints}-e '.[{extra}]' in {checkout}"
     return f"run pip install 'megascale[{extra}]'"

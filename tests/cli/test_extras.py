@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megascale import config
-from megascale.errors import EXIT_USAGE, ConfigError, missing_extra
+from megascale import config, errors
+from megascale.errors import EXIT_USAGE, ConfigError, describe_install, missing_extra
 from megascale.observe.store.span_sinks import check_installed, open_span_sinks
 from megascale.observe.store.spool import Segment
 from megascale.rendezvous.stores import STORES, StoreRequest, open_store
@@ -60,6 +60,12 @@ def test_other_missing_modules_do_not_name_an_extra():
     assert missing_extra(ModuleNotFoundError("No module named 'numpy'", name="numpy")) is None
     assert missing_extra(ModuleNotFoundError("no name")) is None
     assert "[network]" in str(missing_extra(ModuleNotFoundError("", name="numba.core")))
+
+
+def test_an_extra_of_a_checkout_has_the_tested_versions(tmp_path, monkeypatch):
+    assert describe_install("cudnn").startswith("run pip install -c constraints.txt -e '.[cudnn]' in ")
+    monkeypatch.setattr(errors, "__file__", str(tmp_path / "lib" / "megascale" / "errors.py"))
+    assert describe_install("cudnn") == "run pip install 'megascale[cudnn]'"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@
 Every kernel of ops/ as its operators launch it (tests/ops/every_kernel.py), on random numbers: once each way from the
 same memory, all of which must then hold the same bits. Then the same launch REPEATS times each way, in turn, without
 waiting for the device: microseconds of host a launch, the best of ROUNDS; beside them those of the call into C alone.
-It ends with 1 if any bit differs, if a kernel is not launched by key, or if launches by key are not faster in sum.
+It ends with 1 if any bit differs, if a kernel is not launched by key or writes nothing, or if launches by key are not
+faster in sum.
 """
 
 from __future__ import annotations
@@ -184,13 +185,14 @@ def main() -> int:
         "launches": len(rows),
         "other_bits": len(wrong),
         "not_by_key": len(remaining),
+        "wrote_nothing": len(idle),
         "triton_us": theirs,
         "by_key_us": ours,
         "in_c_us": least,
     }
     print(" ".join(f"{name}={value}" for name, value in facts.items()))
     out.write_text(json.dumps({**facts, "rows": rows}, indent=1))
-    return int(bool(wrong or remaining) or ours >= theirs)
+    return int(bool(wrong or remaining or idle) or ours >= theirs)
 
 
 if __name__ == "__main__":

@@ -479,6 +479,7 @@ def copy(saved, tmp_path):
         ("llama", {"num_hidden_layers": 1}, ["model.layers.1.", "does not have"]),
         ("llama", {"num_hidden_layers": 3}, ["has no model.layers.2.", "take the config.json that belongs"]),
         ("llama", {"tie_word_embeddings": True}, ["tie_word_embeddings", "lm_head.weight"]),
+        ("gpt2", {"tie_word_embeddings": False}, ["has no lm_head.weight", "set tie_word_embeddings to true"]),
         ("llama", {"num_attention_heads": 5}, ["model.heads=5", "kv_heads"]),
         ("gpt2", {"activation_function": "quick_gelu"}, ["activation_function='quick_gelu'"]),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx=True"]),

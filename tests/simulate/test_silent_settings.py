@@ -48,16 +48,16 @@ def invoke(line: str, code: int = 0) -> str:
 @pytest.mark.parametrize(
     ("name", "gib", "tflops"),
     [
-        ("NVIDIA A100-SXM4-40GB", 40.0, 312.0),
-        ("A100-80GB", 80.0, 312.0),
-        ("A100 64 GiB", 64.0, 312.0),
-        ("NVIDIA H100 80GB HBM3", 80.0, 989.4),
-        ("NVIDIA H100 PCIe", 80.0, 756.5),
-        ("NVIDIA H100 NVL", 94.0, 835.5),
+        ("NVIDIA A100-SXM4-40GB", 39.6, 312.0),
+        ("A100-80GB", 79.2, 312.0),
+        ("A100 64 GiB", 63.4, 312.0),
+        ("NVIDIA H100 80GB HBM3", 79.2, 989.4),
+        ("NVIDIA H100 PCIe", 79.2, 756.5),
+        ("NVIDIA H100 NVL", 93.0, 835.5),
         ("NVIDIA H200", 139.8, 989.4),
-        ("NVIDIA GH200 480GB", 95.6, 989.4),
-        ("NVIDIA GB200", 180.0, 2500.0),
-        ("h100", 80.0, 989.4),
+        ("NVIDIA GH200 480GB", 94.8, 989.4),
+        ("NVIDIA GB200", 178.3, 2500.0),
+        ("h100", 79.2, 989.4),
     ],
 )
 def test_variants_of_a_gpu_have_their_own_memory_and_peak(name, gib, tflops):

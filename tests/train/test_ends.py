@@ -98,6 +98,7 @@ atexit.register(lambda: print("groups open:", dist.is_initialized()))
         assert (event, phase) == ("run_failed", "failed")
         assert "No space left" in why
         assert "No space left" in message
+        assert "another train.runs" in message
     assert not dist.is_initialized()
 
 

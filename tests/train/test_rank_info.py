@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 
 import pytest
 
 from megascale.config import from_tree
-from megascale.core.failure import describe_full_disk
+from megascale.core.failure import describe_write_failure
 from megascale.core.layout import lay_out
 from megascale.errors import ConfigError, FitError
 from megascale.train import host_check
@@ -58,9 +59,28 @@ def test_a_local_rank_without_a_size_is_accepted(monkeypatch: pytest.MonkeyPatch
     assert find_rank_info(from_tree({"train": {"device": "cpu", "threads": 1}})).local_rank == 3
 
 
-def test_a_size_limit_is_not_called_a_full_disk() -> None:
-    assert "ulimit -f" in describe_full_disk(OSError(errno.EFBIG, "File too large"))
-    assert "the disk is full" in describe_full_disk(OSError(errno.ENOSPC, "No space left on device"))
+@pytest.mark.parametrize(
+    ("number", "name", "words"),
+    [
+        (errno.EFBIG, "logs/rank-0.log", ["logs/rank-0.log is at its size limit", "ulimit -f"]),
+        (
+            errno.ENOSPC,
+            "logs/rank-0.log",
+            ["the disk is full", "logs/rank-0.log", "bytes are free", "another train.runs"],
+        ),
+        (errno.ENOSPC, None, ["the disk is full: a file, probably of", "bytes are free", "another train.runs"]),
+        (errno.ENOSPC, "../cache/x", ["the disk is full", "cache/x", "move its folder"]),
+        (errno.EDQUOT, "metrics.jsonl", ["the quota of the disk is used up", "metrics.jsonl", "another train.runs"]),
+        (errno.EROFS, "metrics.jsonl", ["metrics.jsonl cannot be written", "right to write", "another train.runs"]),
+        (errno.EACCES, "plots/loss.png", ["plots/loss.png cannot be written", "another train.runs"]),
+    ],
+)
+def test_a_failed_write_names_path_space_and_key(tmp_path, number: int, name: str | None, words: list[str]) -> None:
+    path = None if name is None else os.path.normpath(tmp_path / "run" / name)
+    text = describe_write_failure(OSError(number, os.strerror(number), path), tmp_path / "run", "train.runs")
+    for word in words:
+        assert word in text
+    assert ("full" in text) == (number == errno.ENOSPC)
 
 
 def test_ranks_of_an_agent_compare_copies_with_all_memory_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:

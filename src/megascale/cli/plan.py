@@ -143,7 +143,14 @@ def _choose_missing_settings(config: Config, gpus: int, device: str, memory_gib:
     """
     from megascale.core.inventory import has_experts
     from megascale.simulate.cluster import set_value
-    from megascale.simulate.defaults import assume_vocabulary, choose_batch, choose_layout, has_layout, rank_layouts
+    from megascale.simulate.defaults import (
+        assume_vocabulary,
+        can_choose_layout,
+        choose_batch,
+        choose_layout,
+        has_layout,
+        rank_layouts,
+    )
 
     config_with_vocabulary = assume_vocabulary(config)
     if has_layout(config_with_vocabulary):
@@ -169,13 +176,11 @@ def _choose_missing_settings(config: Config, gpus: int, device: str, memory_gib:
     gpus_per_host = config_with_vocabulary.parallel.gpus_per_host
     more_gpus = double_gpus(gpus, gpus_per_host)
     while more_gpus <= _MAX_GPUS:
-        try:
-            with show_progress("choosing the layout") as report:
-                choose_layout(replace(scenario, gpus=more_gpus), report)
-        except FitError:
-            more_gpus = double_gpus(more_gpus, gpus_per_host)
-            continue
-        raise FitError(f"{reason}; --gpus {more_gpus} has a layout that fits")
+        with show_progress("choosing the layout") as report:
+            fits = can_choose_layout(replace(scenario, gpus=more_gpus), report)
+        if fits:
+            raise FitError(f"{reason}; --gpus {more_gpus} has a layout that fits")
+        more_gpus = double_gpus(more_gpus, gpus_per_host)
     raise FitError(reason)
 
 

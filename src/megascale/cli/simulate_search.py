@@ -101,7 +101,8 @@ def search(
     """Find the best layouts for N GPUs, or the fewest GPUs that meet a deadline. Checks memory; prints sensitivities.
 
     Settings of the layout on the command line are kept: --parallel.tensor, context, pipeline, virtual_stages, data,
-    zero, recompute and --train.micro_batch. A file's layout is replaced. The simulator does not model convergence, so
+    zero, zero3_keep_layers, recompute and --train.micro_batch. Otherwise ZeRO-3 keeps as many layers gathered as fit,
+    as `megascale plan` does. A file's layout is replaced. The simulator does not model convergence, so
     it varies the global batch only over the values in --batches.
 
     Examples:
@@ -141,6 +142,7 @@ def search(
         estimates_faults=faults,
         given_share=1.0 if effective_share is None else effective_share,
         gpus_per_host=base.cluster.gpus_per_host,
+        chooses_kept_layers=not _is_on_command_line("parallel.zero3_keep_layers", base.config, arguments=arguments),
     )
     variants = _list_variants(base, batches, precisions=precisions, zero_values=zero_values)
     results, skipped = layout_finder.find_layouts(variants)
@@ -188,6 +190,7 @@ class _LayoutFinder:
         estimates_faults: whether the share of effective training time is estimated from faults of hosts.
         given_share: share of effective training time if it is not estimated.
         gpus_per_host: number of GPUs of each host.
+        chooses_kept_layers: whether as many layers as fit stay gathered under ZeRO-3.
     """
 
     min_gpus: int
@@ -200,6 +203,7 @@ class _LayoutFinder:
     estimates_faults: bool
     given_share: float
     gpus_per_host: int
+    chooses_kept_layers: bool
 
     def find_layouts(self, variants: list[Scenario]) -> tuple[list[StepEstimate], list[str]]:
         """Return the best layouts of all variants, and the reason of each variant without a layout.
@@ -257,6 +261,7 @@ class _LayoutFinder:
                 gpus=gpu_count,
                 count=_LAYOUTS_PER_VARIANT,
                 check_memory=self.checks_memory,
+                chooses_kept_layers=self.chooses_kept_layers,
                 report=report,
             )
 

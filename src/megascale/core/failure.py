@@ -22,11 +22,41 @@ _REPEAT_INTERVAL = 60.0  # seconds before the same failure is logged again
 _MAX_FOLDER_CHARACTERS = 200
 
 
-def describe_full_disk(error: OSError) -> str:
-    """Return the cause of an error in DISK_FULL_ERRNOS, and its remedy without the step that follows."""
+# Error numbers of a folder that this user may not write.
+NOT_WRITABLE_ERRNOS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+
+
+def describe_write_failure(error: OSError, folder: str | Path, key: str) -> str:
+    """Return the cause of an error in DISK_FULL_ERRNOS or NOT_WRITABLE_ERRNOS, and its remedy without the next step.
+
+    Args:
+        folder: folder of most files. It is named if the error has no path, as errors of writes to open files.
+        key: setting that moves the folder.
+    """
+    path = f"a file, probably of {folder},"
+    disk = Path(folder).absolute()
+    remedy = f"set another {key}"
+    if isinstance(error.filename, str):
+        path = error.filename
+        disk = Path(path).absolute()
+        if not disk.is_relative_to(Path(folder).absolute()):
+            remedy = "move its folder to another disk"
+    reason = error.strerror or str(error)
     if error.errno == errno.EFBIG:
-        return f"a file is at its size limit ({error}); raise the limit (`ulimit -f`, or of the file system)"
-    return f"the disk is full ({error}); free space there"
+        return f"{path} is at its size limit ({reason}); raise the limit (`ulimit -f`, or of the file system)"
+    if error.errno in NOT_WRITABLE_ERRNOS:
+        return f"{path} cannot be written ({reason}); give this user the right to write there, or {remedy}"
+    space = ""
+    # A file that could not be created does not exist, but one of its parents does.
+    for candidate in (disk, *disk.parents):
+        free = list(free_bytes([candidate]).values())
+        if free:
+            space = f"; {free[0]:,.0f} bytes are free, at least {MIN_FREE_BYTES:,} are needed"
+            break
+    cause = "the disk is full"
+    if error.errno == errno.EDQUOT:
+        cause = "the quota of the disk is used up"
+    return f"{cause}: {path} cannot be written ({reason}{space}); free space there, or {remedy}"
 
 
 def iterate_causes(error: BaseException) -> Iterator[BaseException]:

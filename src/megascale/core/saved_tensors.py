@@ -187,8 +187,9 @@ def _exchange_activations(
     return tuple(result)
 
 
-# Cached because the estimates of all stages of a layout ask for the same sums.
-@lru_cache(maxsize=64)
+# Cached because the estimates of all stages of a layout ask for the same sums, and a search asks for those of all
+# combinations of sizes.
+@lru_cache(maxsize=1024)
 def sum_saved_bytes(
     model: ModelConfig,
     tensor: int,

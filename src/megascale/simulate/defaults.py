@@ -14,8 +14,15 @@ from megascale.errors import ConfigError, FitError
 from megascale.simulate.planner.layout_cost import make_plan
 from megascale.simulate.planner.layout_figures import RESERVE_GIB
 from megascale.simulate.scenario import Scenario
-from megascale.simulate.search import find_fastest, list_divisors, search_layouts, set_zero
-from megascale.simulate.step import StepEstimate, estimate_step
+from megascale.simulate.search import (
+    SearchResult,
+    find_fastest,
+    has_fitting_layout,
+    list_divisors,
+    search_layouts,
+    set_zero,
+)
+from megascale.simulate.step import StepEstimate
 
 # GPT-2's vocabulary, padded: assumed for a shape without one, such as the preset tiny.
 ASSUMED_VOCABULARY = 50_304
@@ -63,8 +70,6 @@ _FLAG_KEYS = (
 # Values of parallel.recompute that a search tries, cheapest first.
 RECOMPUTE_KINDS = ("none", "norms", "activation", "selective", "full")
 SHARDINGS = (1, 2, 3)  # values of parallel.zero that a search tries
-# GiB that kept layers leave free, because the name of a GPU rounds its memory up: an H100 of 80 GB offers 79.2 GiB.
-KEPT_LAYERS_MARGIN = 1.0
 
 
 def assume_vocabulary(config: Config) -> Config:
@@ -172,21 +177,9 @@ def rank_layouts(scenario: Scenario, report: Callable[[str], None] = lambda text
         report_layout("listing the layouts")
         try:
             variant = scenario.with_config(set_zero(config, zero))
-            layouts = search_layouts(
-                variant.config,
-                variant.cluster,
-                variant.calibration,
-                variant.software,
-                low=scenario.gpus,
-                high=scenario.gpus,
-                recompute=RECOMPUTE_KINDS,
-            )
+            layouts = _list_sharded_layouts(variant)
             has_divisible = True
-            if zero != SHARDINGS[0]:
-                # With one data-parallel rank all values of parallel.zero are the same layout.
-                layouts = layouts.select(layouts.data * layouts.context > 1)
-            fastest = find_fastest(layouts, variant.config, variant, scenario.gpus, count=1, report=report_layout)
-            candidates += [_keep_layers(estimate, scenario.gpus) for estimate in fastest]
+            candidates += find_fastest(layouts, variant.config, variant, scenario.gpus, count=1, report=report_layout)
         except (FitError, ConfigError) as error:
             reasons.append(str(error))
     if not candidates and has_divisible:
@@ -205,16 +198,51 @@ def rank_layouts(scenario: Scenario, report: Callable[[str], None] = lambda text
     return ranked
 
 
-def _keep_layers(estimate: StepEstimate, gpus: int) -> StepEstimate:
-    """Return the estimate of a layout with as many kept layers as fit; `estimate` itself without ZeRO-3."""
-    scenario = estimate.scenario
-    device_gib = scenario.cluster.gpu.memory_gib - KEPT_LAYERS_MARGIN
-    kept_layers = make_plan(scenario.config, gpus, device_gib).count_keepable_layers()
-    if kept_layers <= scenario.config.parallel.zero3_keep_layers:
-        return estimate
-    config = _change(scenario.config, "parallel", zero3_keep_layers=kept_layers)
-    kept_estimate = estimate_step(scenario.with_config(config))
-    return min(estimate, kept_estimate, key=lambda item: item.seconds)
+def _list_sharded_layouts(scenario: Scenario) -> SearchResult:
+    """Return all layouts with the scenario's value of parallel.zero on its GPUs, sorted by time.
+
+    With one data-parallel rank all values of parallel.zero are the same layout, which is listed with the first value.
+
+    Raises FitError if no layout divides.
+    """
+    layouts = search_layouts(
+        scenario.config,
+        scenario.cluster,
+        scenario.calibration,
+        scenario.software,
+        low=scenario.gpus,
+        high=scenario.gpus,
+        recompute=RECOMPUTE_KINDS,
+    )
+    if scenario.config.parallel.zero != SHARDINGS[0]:
+        layouts = layouts.select(layouts.data * layouts.context > 1)
+    return layouts
+
+
+def can_choose_layout(scenario: Scenario, report: Callable[[str], None] = lambda text: None) -> bool:
+    """Return whether `choose_layout` would return a layout, without pricing the layouts of a dense model.
+
+    Args:
+        report: called with the progress as text.
+    """
+    if has_experts(scenario.config.model):
+        try:
+            choose_layout(scenario, report)
+        except FitError:
+            return False
+        return True
+    config = choose_batch(scenario.config, scenario.gpus)
+    # Full sharding needs the least memory, unless the layout has one data-parallel rank.
+    for zero in reversed(SHARDINGS):
+        report(f"{scenario.gpus:,} GPUs, parallel.zero={zero}: memory of the layouts")
+        try:
+            variant = scenario.with_config(set_zero(config, zero))
+            layouts = _list_sharded_layouts(variant)
+        except (FitError, ConfigError):
+            continue
+        if has_fitting_layout(layouts, variant.config, variant):
+            return True
+    return False
 
 
 def count_gpus(gpus: int) -> str:

@@ -136,6 +136,15 @@ class Scenario:
         counts = np.array([flops_sums.of_chunk(chunk) / mean_flops for chunk in layout.layers])
         return counts[layout.chunk_map.positions]
 
+    @property
+    def memory_config(self) -> Config:
+        """The configuration whose memory counts: with the block of the software stack."""
+        block = "parallel" if self.software.parallel_block else "serial"
+        if self.config.model.block == block:
+            return self.config
+        model = self.config.model.model_copy(update={"block": block})
+        return self.config.model_copy(update={"model": model})
+
     def memory_gib(self) -> float:
         """Return the memory of the fullest rank with the reserve, in GiB (core/memory.py), as `megascale plan` does.
 
@@ -147,10 +156,7 @@ class Scenario:
         pipeline = self.config.parallel.pipeline
         # The first, a middle and the last stage, and the stages with the ends of the model.
         stages = sorted({0, pipeline // 2, pipeline - 1, *layout.chunk_map.end_stages})
-        block = "parallel" if self.software.parallel_block else "serial"
-        config = self.config
-        if config.model.block != block:
-            config = config.model_copy(update={"model": config.model.model_copy(update={"block": block})})
+        config = self.memory_config
         available_bytes = (self.cluster.gpu.memory_gib - RESERVE_GIB) * GIB
         totals = []
         for stage in stages:

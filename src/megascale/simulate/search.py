@@ -11,15 +11,18 @@ from typing import NamedTuple
 import numpy as np
 
 from megascale.config import Config, from_tree, replace_sections
+from megascale.core.adapters import AdapterSpec
 from megascale.core.flops import count_parameters
 from megascale.core.layout import MAX_FORWARDS
 from megascale.core.parameter_counts import count_checkpoint_elements
+from megascale.core.saved_tensors import sum_saved_bytes
 from megascale.core.tensors import DTYPE_BYTES
 from megascale.errors import ConfigError, FitError
 from megascale.simulate.calibration import Calibration, Constants
 from megascale.simulate.case import Case
 from megascale.simulate.closed import compute_step_parts
 from megascale.simulate.cluster import ClusterSpec
+from megascale.simulate.planner.layout_cost import make_plan
 from megascale.simulate.planner.layout_figures import GIB, RESERVE_GIB
 from megascale.simulate.scenario import Scenario, dump_settings
 from megascale.simulate.software import RECOMPUTE, Software
@@ -33,6 +36,9 @@ LONG_SEQUENCE = 32_768
 # A group of all micro-batches must save this share of the step. Its transfers slow compute (7% measured on two GPUs
 # over NVLink), which the formulas leave out.
 MIN_GROUP_SAVING = 0.1
+# Layouts under ZeRO-3 whose kept layers are chosen, among which the fastest are listed. The search orders layouts by
+# their time without kept layers, and kept layers save up to a tenth of a step.
+KEPT_CANDIDATES = 12
 
 
 class LayoutRow(NamedTuple):
@@ -319,9 +325,21 @@ def estimate_fitting(
         check_memory: whether a layout that does not fit the memory raises FitError.
         report: called with the progress as text.
     """
-    settings = LayoutSettings(config)
-    for number, index in enumerate(indices, start=1):
+    layout_scenarios = _make_scenarios(result, indices, config, scenario)
+    for number, layout_scenario in enumerate(layout_scenarios, start=1):
         report(f"layout {number:,} of at most {len(indices):,}")
+        try:
+            yield estimate_step(layout_scenario, check_memory=check_memory)
+        except FitError:
+            continue
+
+
+def _make_scenarios(
+    result: SearchResult, indices: Sequence[int] | np.ndarray, config: Config, scenario: Scenario
+) -> Iterator[Scenario]:
+    """Yield the scenario of each layout; arguments are those of `estimate_fitting`."""
+    settings = LayoutSettings(config)
+    for index in indices:
         layout_config = settings.set_layout(
             tensor=int(result.tensor[index]),
             context=int(result.context[index]),
@@ -332,22 +350,45 @@ def estimate_fitting(
             micro=int(result.micro[index]),
             recompute=RECOMPUTE[int(result.recompute[index])],
         )
-        layout_scenario = replace(scenario.with_config(layout_config), gpus=int(result.gpus[index]))
+        yield replace(scenario.with_config(layout_config), gpus=int(result.gpus[index]))
+
+
+def has_fitting_layout(result: SearchResult, config: Config, scenario: Scenario) -> bool:
+    """Return whether any of the layouts fits the memory. No step is priced.
+
+    Layouts are tried by rising lower bound of their memory.
+    """
+    device_gib = scenario.cluster.gpu.memory_gib
+    bounds = _bound_rank_bytes(result, np.arange(len(result)), scenario.memory_config)
+    indices = np.argsort(bounds, kind="stable")
+    indices = indices[bounds[indices] <= (device_gib - RESERVE_GIB) * GIB]
+    for layout_scenario in _make_scenarios(result, indices, config, scenario):
         try:
-            yield estimate_step(layout_scenario, check_memory=check_memory)
+            if layout_scenario.memory_gib() <= device_gib:
+                return True
         except FitError:
             continue
+    return False
 
 
 def _may_fit(result: SearchResult, indices: np.ndarray, config: Config, device_gib: float) -> np.ndarray:
     """Return for which layouts a lower bound of the memory fits the GPU: [indices] booleans.
 
-    The bound is weights, gradients and optimizer state, spread evenly. It saves building the schedules of most layouts
-    that cannot fit.
+    It saves building the schedules of most layouts that cannot fit.
     """
+    may_fit: np.ndarray = _bound_rank_bytes(result, indices, config) <= (device_gib - RESERVE_GIB) * GIB
+    return may_fit
+
+
+def _bound_rank_bytes(result: SearchResult, indices: np.ndarray, config: Config) -> np.ndarray:
+    """Return a lower bound of the bytes of the fullest rank: [indices] numbers.
+
+    The bound is weights, gradients and optimizer state, spread evenly, and the saved activations of the first stage.
+    """
+    activation_bytes = _bound_activation_bytes(result, indices, config)
     if config.train.lora is not None or config.optimizer.offload:
-        # The bound does not hold: most parameters have no gradient, or the optimizer state is in host memory.
-        return np.ones(len(indices), dtype=bool)
+        # Most parameters have no gradient, or the optimizer state is in host memory.
+        return activation_bytes
     zero = config.parallel.zero
     shards = result.data[indices] * result.context[indices]
     parameters = count_parameters(config.model)
@@ -361,8 +402,39 @@ def _may_fit(result: SearchResult, indices: np.ndarray, config: Config, device_g
     state_bytes = master_itemsize * state_elements / (shards if zero >= 1 else 1)
     model_ranks = result.tensor[indices] * result.pipeline[indices]
     rank_bytes = (weight_bytes + gradient_bytes + state_bytes) / model_ranks
-    may_fit: np.ndarray = rank_bytes <= (device_gib - RESERVE_GIB) * GIB
-    return may_fit
+    bound: np.ndarray = rank_bytes + activation_bytes
+    return bound
+
+
+def _bound_activation_bytes(result: SearchResult, indices: np.ndarray, config: Config) -> np.ndarray:
+    """Return a lower bound of the bytes of saved activations on the first stage: [indices] numbers.
+
+    The first stage has at least the mean number of layers, since the logits count as layers of the last stage. It
+    keeps at least as many micro-batches in flight as there are stages. The layer with the fewest bytes counts as each
+    layer, because stages may have different kinds of layers.
+    """
+    if config.parallel.offload_activations:
+        return np.zeros(len(indices))  # inputs of layers are in host memory
+    columns = (result.tensor, result.context, result.micro, result.recompute)
+    shapes, inverse = np.unique(np.stack([column[indices] for column in columns]), axis=1, return_inverse=True)
+    layer_bytes = []
+    for tensor, context, micro, recompute in shapes.T.tolist():
+        saved = sum_saved_bytes(
+            config.model,
+            tensor,
+            micro,
+            config.train.precision,
+            RECOMPUTE[recompute],
+            config.train.linear_precision,
+            AdapterSpec.from_config(config.train),
+            context,
+        )
+        layer_bytes.append(np.diff(saved.running).min())
+    microbatches = config.train.global_batch // (result.data[indices] * result.micro[indices])
+    in_flight = np.minimum(microbatches, result.pipeline[indices])
+    stage_layers = config.model.layers / result.pipeline[indices]
+    activation_bytes: np.ndarray = np.array(layer_bytes)[inverse.reshape(-1)] * stage_layers * in_flight
+    return activation_bytes
 
 
 def find_fastest(
@@ -372,11 +444,13 @@ def find_fastest(
     gpus: int,
     count: int = 4,
     check_memory: bool = True,
+    chooses_kept_layers: bool = True,
     report: Callable[[str], None] = lambda text: None,
 ) -> list[StepEstimate]:
     """Return the `count` fastest layouts on exactly `gpus` GPUs that fit the memory, fastest first.
 
     Args:
+        chooses_kept_layers: whether as many layers as fit stay gathered under ZeRO-3 (parallel.zero3_keep_layers).
         report: called with the progress as text.
 
     Raises FitError if no layout fits.
@@ -384,7 +458,9 @@ def find_fastest(
     indices = np.flatnonzero(result.gpus == gpus)
     divisible_count = len(indices)
     if check_memory:
-        indices = indices[_may_fit(result, indices, config, scenario.cluster.gpu.memory_gib)]
+        indices = indices[_may_fit(result, indices, scenario.memory_config, scenario.cluster.gpu.memory_gib)]
+    may_keep_layers = chooses_kept_layers and config.parallel.zero == 3 and scenario.software.unit_slots
+    candidate_count = max(count, KEPT_CANDIDATES) if may_keep_layers else count
     estimates: list[StepEstimate] = []
     listed_layouts = set()
     for estimate in estimate_fitting(result, indices, config, scenario, check_memory, report=report):
@@ -402,8 +478,10 @@ def find_fastest(
         if layout in listed_layouts:
             continue
         listed_layouts.add(layout)
+        if may_keep_layers:
+            estimate = keep_layers(estimate, check_memory=check_memory)
         estimates.append(estimate)
-        if len(estimates) == count:
+        if len(estimates) == candidate_count:
             break
     if not estimates:
         remedies = "more GPUs" if config.parallel.zero == 3 else "more GPUs, --parallel.zero=3"
@@ -413,7 +491,23 @@ def find_fastest(
         )
     # The order may have changed. The search prices all layouts with the same software, and an estimate takes into
     # account what the software does in its layout only, such as CUDA graphs.
-    return sorted(estimates, key=lambda estimate: estimate.seconds)
+    return sorted(estimates, key=lambda estimate: estimate.seconds)[:count]
+
+
+def keep_layers(estimate: StepEstimate, check_memory: bool = True) -> StepEstimate:
+    """Return the estimate of a layout with as many kept layers as fit; `estimate` itself if they save no time.
+
+    Args:
+        check_memory: whether a layout that does not fit the memory raises FitError.
+    """
+    scenario = estimate.scenario
+    kept_layers = make_plan(scenario.config, scenario.gpus, scenario.cluster.gpu.memory_gib).count_keepable_layers()
+    if kept_layers <= scenario.config.parallel.zero3_keep_layers:
+        return estimate
+    parallel = scenario.config.parallel.model_copy(update={"zero3_keep_layers": kept_layers})
+    config = scenario.config.model_copy(update={"parallel": parallel})
+    kept_estimate = estimate_step(scenario.with_config(config), check_memory=check_memory)
+    return min(estimate, kept_estimate, key=lambda item: item.seconds)
 
 
 def find_fewest_gpus(
@@ -427,6 +521,8 @@ def find_fewest_gpus(
 ) -> StepEstimate:
     """Return the fastest layout on the fewest GPUs that train on `tokens` tokens in `days` days.
 
+    Times are those without kept layers of ZeRO-3.
+
     Args:
         time_share: share of the time that is spent on steps, or a function from the numbers of GPUs to these shares.
 
@@ -436,11 +532,12 @@ def find_fewest_gpus(
     tokens_per_step = config.train.global_batch * config.model.sequence_length
     step_share = time_share(result.gpus) if callable(time_share) else time_share
     needed_days = tokens / tokens_per_step * result.seconds / 86400.0 / step_share
-    is_fast_enough = needed_days <= days
-    for gpus in np.unique(result.gpus[is_fast_enough]):
-        indices = np.flatnonzero(is_fast_enough & (result.gpus == gpus))
-        if check_memory:
-            indices = indices[_may_fit(result, indices, config, scenario.cluster.gpu.memory_gib)]
+    is_candidate = needed_days <= days
+    if check_memory:
+        indices = np.flatnonzero(is_candidate)
+        is_candidate[indices] = _may_fit(result, indices, scenario.memory_config, scenario.cluster.gpu.memory_gib)
+    for gpus in np.unique(result.gpus[is_candidate]):
+        indices = np.flatnonzero(is_candidate & (result.gpus == gpus))
         for estimate in estimate_fitting(result, indices, config, scenario, check_memory):
             return estimate
     raise FitError(

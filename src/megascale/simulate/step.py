@@ -91,6 +91,7 @@ class StepEstimate:
             "precision": scenario.software.precision,
             "recompute": scenario.software.recompute,
             "zero": parallel.zero,
+            "zero3_keep_layers": parallel.zero3_keep_layers,
             "seconds": self.seconds,
             "p10": self.low,
             "p90": self.high,

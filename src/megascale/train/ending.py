@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import signal
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 from megascale.config import Config
 from megascale.core.events import Event
 from megascale.core.exit_record import ExitKind, attach_record, find_exit_record
-from megascale.core.failure import DISK_FULL_ERRNOS, describe_full_disk
+from megascale.core.failure import DISK_FULL_ERRNOS, NOT_WRITABLE_ERRNOS, describe_write_failure
 from megascale.core.status import FAILED_IN_STEP, StatusFile
 from megascale.core.terminal import termination_signals
 from megascale.errors import MegascaleError, TrainingError
@@ -103,9 +104,13 @@ class Ending:
         """Return an error whose message has cause and remedy for a full disk or a lost peer, else `error` itself."""
         rank = self._rank_info.rank
         if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
-            full = TrainingError(f"rank {rank}: {describe_full_disk(error)} and start the same command again")
+            full = TrainingError(f"rank {rank}: {self._describe_write_failure(error)}")
             full.errno = error.errno
-            return attach_record(full, ExitKind.DISK_FULL, step=self._current_step(), subject=error.filename or "")
+            return attach_record(full, ExitKind.DISK_FULL, step=self._current_step(), subject=str(error.filename or ""))
+        if isinstance(error, OSError) and error.errno in NOT_WRITABLE_ERRNOS and self._is_of_run(error.filename):
+            read_only = TrainingError(f"rank {rank}: {self._describe_write_failure(error)}")
+            # Another host may write there, so the fault is no wrong setting.
+            return attach_record(read_only, ExitKind.EXCEPTION, step=self._current_step(), subject=error.filename)
         if not isinstance(error, RuntimeError):
             return error
         reason = describe_lost_peer(error)
@@ -122,6 +127,20 @@ class Ending:
             "the same command again to continue"
         )
         return attach_record(lost, ExitKind.LOST_PEER, step=self._current_step())
+
+    def _is_of_run(self, path: object) -> bool:
+        """Return whether a path is in a folder whose files the run writes."""
+        folders = (self._folder.path, self._config.checkpoint.location)
+        return isinstance(path, str) and any(folder and _is_in_folder(path, folder) for folder in folders)
+
+    def _describe_write_failure(self, error: OSError) -> str:
+        """Return the cause and the remedy of a failed write: the path, its space and the key that moves it."""
+        location = self._config.checkpoint.location
+        if location and isinstance(error.filename, str) and _is_in_folder(error.filename, location):
+            cause = describe_write_failure(error, location, "checkpoint.location")
+        else:
+            cause = describe_write_failure(error, self._folder.path, "train.runs")
+        return f"{cause}, and start the same command again"
 
     def _current_step(self) -> int:
         """Return the step that is running, 0 between steps."""
@@ -155,3 +174,8 @@ class Ending:
                 # After the loss of a peer the driver starts the next attempt, which must not wait for a busy disk.
                 awaits_disk = record.kind is not ExitKind.LOST_PEER
                 self._folder.append_event(event, awaits_disk=awaits_disk, step=self.step, message=message[:2000])
+
+
+def _is_in_folder(path: str, folder: str | Path) -> bool:
+    """Return whether a path is a folder or in it."""
+    return Path(path).absolute().is_relative_to(Path(folder).absolute())

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megascale.core.untrusted_files import LFS_POINTER
 from megascale.data.dataset.held_out import HeldOut
@@ -20,6 +21,7 @@ from megascale.data.dataset.indexed import IndexedDataset
 from megascale.data.dataset.manifest import check_sampled_tokens, read_manifest
 from megascale.data.prepare.chat_builder import build_chat
 from megascale.data.prepare.conversations import encode_lines, parse_conversation, read_lines
+from megascale.data.tokenizer import chat_template
 from megascale.data.tokenizer.chat_template import (
     CHATML,
     ChatTemplate,
@@ -127,14 +129,63 @@ def test_templates_that_hide_the_assistant_or_refuse_are_errors(folder, tmp_path
         ("'x'.encode() * 10000000000", "repeats a value"),
         ("9 ** 99999", "exponent above 4,096"),
         ("(9 ** 4096) ** 4096", "a power of more than 1,048,576 bits"),
+        ("'x' | center(10000000000)", "pads a value to more than 65,536"),
+        ("'x'.rjust(10000000000)", "pads a value"),
+        ("'%10000000000d' % 1", "pads a value"),
+        ("'%*d' % (10000000000, 1)", "pads a value"),
+        ("'%10000000000d' | format(1)", "pads a value"),
+        ("'{:10000000000}'.format(1)", "pads a value"),
+        ("'{:{}}'.format(1, 10000000000)", "pads a value"),
+        ("messages | tojson(indent=10000000000)", "pads a value"),
+        ("[1] | batch(10000000000, 0) | list", "pads a value"),
+        ("('x' * 99999) | replace('x', 'y' * 99999)", "writes more than 67,108,864 characters"),
+        ("('x' * 99999).replace('x', 'y' * 99999)", "writes more than"),
+        ("range(99999) | join('y' * 99999)", "writes more than"),
     ],
 )
-def test_a_template_cannot_exhaust_memory_with_a_product(expression: str, reason: str) -> None:
+def test_a_template_cannot_exhaust_memory_with_an_expression(expression: str, reason: str) -> None:
     """Jinja computes constant products while it compiles a template."""
     template = ChatTemplate(f"{{{{ {expression} }}}}", {}, "huge")
     with pytest.raises(TemplateError, match=reason):
         template.render_text(TURNS)
     assert ChatTemplate("{{ '-' * 3 * 2 }}{{ 2 ** 10 }}", {}, "small").render_text(TURNS) == "------1024"
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}", "writes more"),
+        ("{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "writes more"),
+        ("{% set n = namespace(x='x') %}{% for i in range(99) %}{% set y %}{{ n.x }}{{ n.x }}{% endset %}"
+         "{% set n.x = y %}{% endfor %}", "writes more"),
+        ("{% set x = 'x' * 999999 %}{% for i in range(99) %}{{ x }}{% endfor %}", "writes more"),
+        ("{% set x = 'x' * 999999 %}{% for i in range(9999) %}{% set y = x + x %}{% endfor %}", "joins texts of more"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 99 iterations"),
+        ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}", "99 iterations"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself without end|iterations"),
+    ],
+)  # fmt: skip
+def test_a_template_cannot_exhaust_memory_or_time_with_a_loop(source: str, reason: str, monkeypatch) -> None:
+    if "iterations" in reason:
+        monkeypatch.setattr(chat_template, "_MAX_ITERATIONS", 99)
+    if "joins" in reason:
+        monkeypatch.setattr(chat_template, "_MAX_JOINED_CHARACTERS", 1 << 24)
+    template = ChatTemplate(source, {}, "huge")
+    for _ in range(2):  # the counts of a rendering begin at zero
+        with pytest.raises(TemplateError, match=f"the template huge .*({reason})"):
+            template.render_text(TURNS)
+
+
+def test_a_template_within_the_limits_renders_as_in_jinja() -> None:
+    source = (
+        "{% for m in messages if m.content %}{{ loop.index }}/{{ loop.length }}{{ ', ' if not loop.last }}"
+        "{{ '%-9s|%5.1f' % (m.role, 2) ~ '{:>4}'.format(loop.index0) }}{{ m.content | trim | replace('a', 'b') }}"
+        "{{ [m.role, 'x'] | join('-') | indent(2) | center(20) }}{{ '%s' | format(m.role) }}{% endfor %}"
+        "{% macro show(x) %}<{{ x }}>{% endmacro %}{{ show('a' ~ 1) }}{% for i in [[1, [2]]] recursive %}"
+        "{{ loop(i) if i is iterable else i }}{% endfor %}"
+    )
+    plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
+    assert ChatTemplate(source, {}, "plain").render_text(TURNS) == plain.render(messages=TURNS)
 
 
 @pytest.mark.parametrize(

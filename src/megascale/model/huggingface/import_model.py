@@ -325,10 +325,13 @@ def _check_names(files: TensorFiles, family: Family, model: ModelConfig, weights
     expected = {weight.name for weight in weights}
     missing = sorted(expected - set(files))
     if missing:
+        remedy = "download the missing files, or take the config.json that belongs to the weights"
+        if missing == [family.head_name]:
+            remedy += "; if the model uses its embedding as the head, set tie_word_embeddings to true in config.json"
         raise DataError(
             f"{files.folder} has no {_abbreviate(missing)} "
             f"({len(missing)} of the {len(expected)} tensors that a {family.name} of this config.json has are missing)"
-            "; download the missing files, or take the config.json that belongs to the weights"
+            f"; {remedy}"
         )
     extra = sorted(name for name in files if name not in expected and not re.search(family.ignored_tensors, name))
     if model.tied_embeddings and family.head_name in extra:

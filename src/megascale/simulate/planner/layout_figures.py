@@ -25,22 +25,24 @@ from megascale.core.traffic import TrafficEstimate, check_priced_axes, estimate_
 from megascale.errors import ConfigError, FitError
 
 GIB = 2**30
-# Memory of one device in GiB, by a part of its name: as in the cluster files. The first entry that matches counts, so
-# variants of a GPU with other memory stand before it.
+# Memory that CUDA offers of one device in GiB, by a part of its name: as in the cluster files. The sizes in vendors'
+# names are larger. That of an H200 and an H100 was measured; the others are torch's totals in public error messages.
+# The first entry that matches counts, so variants of a GPU with other memory stand before it.
 DEVICES = {
-    "GH200": 95.6,  # the size in the name of a GH200 is that of the CPU's memory
-    "H100 NVL": 94.0,
+    "GH200": 94.8,  # the size in the name of a GH200 is that of the CPU's memory
+    "H100 NVL": 93.0,
     "H200": 139.8,
-    "B200": 180.0,
-    "H100": 80.0,
-    "H800": 80.0,
-    "A100": 80.0,
-    "A800": 80.0,
-    "L40S": 48.0,
+    "B200": 178.3,
+    "H100": 79.2,
+    "H800": 79.2,
+    "A100": 79.2,
+    "A800": 79.2,
+    "L40S": 44.4,
 }
 # The size of the memory in a device's name, as in "A100-SXM4-40GB".
 _SIZE_IN_NAME = re.compile(r"(?<![\d.])(\d+) ?G(?:i?B)?\b", re.IGNORECASE)
-MAX_ROUNDING_GIB = 2.0  # a vendor's name of a size may exceed the device's memory by this much
+OFFERED_SHARE = 0.99  # share of the size in a device's name that CUDA offers: 79.2 of 80 GB
+MAX_ROUNDING_GIB = 4.0  # a vendor's name of a size may exceed the device's memory by this much
 # Memory of the CUDA context, communicators and allocator slack beyond the counted tensors.
 RESERVE_GIB = 4.0
 # Time per FLOP of the logits with their loss, and of float8 linear layers with their casts. Both are relative to a
@@ -83,7 +85,9 @@ def find_device_gib(name: str) -> float:
         raise ConfigError(
             f"--device={name!r}: {key} is known with {DEVICES[key]:g} GiB only; give its memory with --device-gib"
         )
-    return min(gib, DEVICES[key])
+    if gib >= DEVICES[key]:
+        return DEVICES[key]
+    return round(OFFERED_SHARE * gib, 1)
 
 
 def lay_out_priced(
