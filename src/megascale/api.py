@@ -228,9 +228,11 @@ def evaluate(
 
     run = Path(run)
     choose_device(device)  # refuse a missing device before any work
+    if file == "":
+        raise ConfigError("--file is empty; name a token file, or omit the option for data.valid")
     config = load_run_config(run)
-    option = "--file" if file else "data.valid"
-    prefix = file or config.data.valid
+    option = "data.valid" if file is None else "--file"
+    prefix = config.data.valid if file is None else file
     if prefix is None:
         raise ConfigError("the run has no data.valid; name a token file, such as --file datasets/stdlib/valid")
     # Check the file before the model is loaded, which may take long.
