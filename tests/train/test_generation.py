@@ -140,4 +140,5 @@ def test_a_prompt_beyond_the_trained_positions_gets_a_note():
     learned = ModelConfig(sequence_length=4, positions="learned")
     assert explain_length([1] * 2, 3, learned) == ""
     assert "end at model.sequence_length=4, so at most 3 of the 4 tokens follow" in explain_length([1] * 2, 4, learned)
-    assert explain_length([1] * 4, 9, learned) == ""  # an error of `generate_tokens`
+    for refused_length in (0, 4):  # errors of `generate_tokens`
+        assert explain_length([1] * refused_length, 9, learned) == ""

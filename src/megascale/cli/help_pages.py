@@ -49,7 +49,8 @@ class ReadableCommand(ReadableHelp, TyperCommand):
         has_dot = any(argument.rpartition("=")[2].rstrip("/") == "." for argument in given)
         if not has_empty or has_dot:
             return remaining
-        for parameter in self.params:
+        parameters: list[Any] = self.get_params(ctx)
+        for parameter in parameters:
             value = ctx.params.get(parameter.name)
             values = value if isinstance(value, list | tuple) else [value]
             if Path() in values and value != parameter.default:

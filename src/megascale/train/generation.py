@@ -194,7 +194,7 @@ def explain_length(prompt: Sequence[int], count: int, model: ModelConfig) -> str
     """
     if model.positions == "learned":
         possible_count = model.sequence_length - len(prompt) + 1  # the last token needs no position
-        if not 1 < possible_count < count:
+        if not prompt or not 1 < possible_count < count:
             return ""
         return (
             f"the model's learned positions end at model.sequence_length={model.sequence_length:,}, so at most "
