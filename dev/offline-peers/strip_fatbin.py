@@ -8,6 +8,7 @@ left as it is. The output packs well, since zeros compress to nothing. Prints th
 import struct
 import sys
 from collections import Counter
+from pathlib import Path
 
 MAGIC = 0xBA55ED50
 
@@ -27,7 +28,7 @@ def find_section(data, name):
 def main():
     source, target, *architectures = sys.argv[1:]
     kept_architectures = {int(text) for text in architectures}
-    data = bytearray(open(source, "rb").read())
+    data = bytearray(Path(source).read_bytes())
     start, size = find_section(data, b".nv_fatbin")
     position, end = start, start + size
     totals, kept = Counter(), Counter()
@@ -56,7 +57,7 @@ def main():
     for key, total in sorted(totals.items(), key=str):
         print(f"{key[0]} {key[1]}: {total / 2**20:.1f} MiB, kept {kept[key] / 2**20:.1f}")
     print(f"{containers} containers, section {size / 2**20:.1f} MiB")
-    open(target, "wb").write(data)
+    Path(target).write_bytes(data)
 
 
 if __name__ == "__main__":

@@ -228,9 +228,11 @@ def evaluate(
 
     run = Path(run)
     choose_device(device)  # refuse a missing device before any work
+    if file == "":
+        raise ConfigError("--file is empty; name a token file, or omit the option for data.valid")
     config = load_run_config(run)
-    option = "--file" if file else "data.valid"
-    prefix = file or config.data.valid
+    option = "data.valid" if file is None else "--file"
+    prefix = config.data.valid if file is None else file
     if prefix is None:
         raise ConfigError("the run has no data.valid; name a token file, such as --file datasets/stdlib/valid")
     # Check the file before the model is loaded, which may take long.
@@ -270,12 +272,13 @@ def generate(
 
     The text ends after `tokens` tokens, at the tokenizer's end of document, at an end token of the imported model's
     generation settings, or before the first of the texts `stop`. `on_note` receives a sentence if the prompt is longer
-    than the training's sequences. `on_step` receives the step of the checkpoint once it is loaded.
+    than the training's sequences, or if learned positions end before `tokens` tokens. `on_step` receives the step of
+    the checkpoint once it is loaded.
     """
     from megascale.checkpoint.chunk_source import LoadReport
     from megascale.model.huggingface.generation_config import list_end_ids, load_generation_config
     from megascale.train.context_ranks import join_ranks
-    from megascale.train.generation import Sampling, decode_stream, explain_long_prompt, generate_tokens
+    from megascale.train.generation import Sampling, decode_stream, explain_length, generate_tokens
     from megascale.train.rank_info import choose_device
     from megascale.train.restore import restore_model
     from megascale.train.trained_config import load_trained_config, load_trained_tokenizer
@@ -294,7 +297,7 @@ def generate(
         if on_step is not None:
             on_step(report.step)
         prompt_ids = tokenizer.encode_prompt(prompt)
-        note = explain_long_prompt(prompt_ids, model.model)
+        note = explain_length(prompt_ids, tokens, model.model)
         if note and on_note is not None:
             on_note(note)
         stream = generate_tokens(model, prompt_ids, tokens, sampling, ends=ends)

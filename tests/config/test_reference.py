@@ -132,13 +132,16 @@ def test_unset_names_of_models_do_not_conflict_with_a_folder():
     assert load(overrides=["--model.from=folder", *settings]).checkpoint.imported == "folder"
 
 
-def test_empty_text_is_no_list_of_one():
-    for setting in ("data.train", "train.callbacks", "observe.sinks"):
+def test_empty_text_is_no_list_of_one_and_no_path():
+    paths = ["data.valid", "data.tokenizer", "train.runs", "checkpoint.location", "checkpoint.start_from"]
+    for setting in ("data.train", "train.callbacks", "observe.sinks", "train.sample_prompt", *paths):
         section, _, key = setting.partition(".")
         with pytest.raises(ConfigError, match=rf"{setting}='' is wrong.*write {setting}=unset"):
             load(overrides=[f"--{setting}="])
         with pytest.raises(ConfigError, match=rf"{setting}='' is wrong.*write {setting}=unset"):
             from_tree({section: {key: ""}})
+    with pytest.raises(ConfigError, match=r"data\.train\.1='' is wrong.*write data\.train=unset"):
+        load(overrides=["--data.train=a,"])
 
 
 @pytest.mark.parametrize(("short", "name"), [("bf16", "bfloat16"), ("fp32", "float32"), ("fp64", "float64")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -128,6 +129,9 @@ def test_disk_for_a_checkpoint_and_memory_for_its_copies(tmp_path):
     text = refused(*arguments, share=single, disk=needed - 1)
     assert "checkpoint.location" in text
     assert "MiB of free disk" in text
+    small = ["--model.vocab_size=300", "--model.layers=1", "--model.hidden=8", "--model.heads=1"]
+    text = refused(*small, share=single, disk=1)
+    assert re.search(r"takes [0-9.]+ KiB and .* has 0.0 KiB of free disk", text)
     for none in (["--checkpoint.at_end=false", "--checkpoint.interval=0"], ["--checkpoint.location=s3://bucket/run"]):
         run(arguments + none, single, disk=0)
     run(arguments, replace(single, writes_checkpoints=False), disk=0)

@@ -105,6 +105,33 @@ def test_a_key_of_another_family_or_a_contradiction_is_named(family, changes, na
             {"rope_scaling": None, "rope_theta": 1.0, "rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
             "set model.rotary_base above 1",
         ),
+        (
+            "llama",
+            {"rope_scaling": None, "rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 0}},
+            r"model\.rotary_base=0\.0 is wrong",
+        ),
+        (
+            "phi3",
+            {
+                "rope_scaling": None,
+                "partial_rotary_factor": None,
+                "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0},
+            },
+            r"model\.rotary_fraction=0\.0 is wrong",
+        ),
+        (
+            "gemma3_text",
+            {
+                "rope_theta": None,
+                "rope_local_base_freq": None,
+                "rope_scaling": None,
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 0},
+                    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                },
+            },
+            r"rotary_base=0\.0 is wrong",
+        ),
     ],
 )
 def test_a_number_that_cannot_be_used_is_named(family: str, changes: dict[str, Any], message: str) -> None:

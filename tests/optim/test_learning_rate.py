@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from megascale.config import LrConfig, load
 from megascale.config.parts import LR_SCHEDULES
 from megascale.errors import ConfigError
-from megascale.optim.learning_rate import SCHEDULES, compute_learning_rate, register
+from megascale.optim.learning_rate import SCHEDULES, compute_learning_rate, explain_warmup, register
 
 SHAPES = ("linear", "cosine", "sqrt", "exponential")
 ENDING_AT_MIN = ("cosine", "linear", "wsd")
@@ -127,6 +128,23 @@ def test_the_inverse_square_root_continues_the_warmup() -> None:
 def test_a_setting_without_effect_and_an_unknown_schedule_are_refused(settings: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(overrides=settings)
+
+
+@pytest.mark.parametrize(
+    ("lr", "steps", "note"),
+    [
+        (
+            LrConfig(peak=1.0, warmup_steps=100),
+            4,
+            r"lr.warmup_steps=100 is not below train.steps=4: .* it is 0.04 \(lr.peak=1\)",
+        ),
+        (LrConfig(peak=1.0, warmup_steps=9, decay_steps=9), 40, r"lr.decay_steps=9 is not above lr.warmup_steps=9: "),
+        (LrConfig(peak=1.0, warmup_steps=3, decay_steps=4), 4, "^$"),
+        (LrConfig(peak=1.0), 0, "^$"),
+    ],
+)
+def test_a_warmup_that_leaves_no_step_gets_a_note(lr: LrConfig, steps: int, note: str) -> None:
+    assert re.search(note, explain_warmup(lr, steps))
 
 
 def test_a_written_configuration_can_be_read_again(tmp_path) -> None:

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from megascale import api
 from megascale.cli.trained_run import print_evaluation
 from megascale.config import Config, from_tree
 from megascale.core.batch import Batch
 from megascale.data.dataset import manifest
 from megascale.data.dataset.formats import FORMATS
 from megascale.data.dataset.indexed import IndexedWriter
-from megascale.errors import DataError
+from megascale.errors import ConfigError, DataError
 from megascale.train import evaluation
 from megascale.train.evaluation import Evaluation, evaluate_file
 from tests.data.dataset.test_sample_fields import FieldFile
@@ -137,3 +138,8 @@ def test_a_loss_within_documents_says_so(masked: bool, tmp_path: Path, capsys: p
     assert result.weight_sum == (12 if masked else None)
     print_evaluation(result)
     assert ("data.document_mask=true" in capsys.readouterr().out) == masked
+
+
+def test_an_empty_name_is_not_the_file_of_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--file is empty; name a token file, or omit the option"):
+        api.evaluate(tmp_path, file="")

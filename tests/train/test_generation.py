@@ -15,7 +15,7 @@ from megascale.config import ModelConfig
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.huggingface_file import HuggingFaceTokenizer
 from megascale.errors import ConfigError, DataError
-from megascale.train.generation import Sampling, _penalise, decode_stream, explain_long_prompt, sample_token
+from megascale.train.generation import Sampling, _penalise, decode_stream, explain_length, sample_token
 
 TEXT = "people like green people and green people like naïve 中文"
 SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -134,6 +134,11 @@ def test_a_penalty_that_makes_logits_infinite_is_named(penalty):
 
 
 def test_a_prompt_beyond_the_trained_positions_gets_a_note():
-    model = ModelConfig(sequence_length=4)
-    assert explain_long_prompt([1] * 4, model) == ""
-    assert "5 tokens, more than model.sequence_length=4" in explain_long_prompt([1] * 5, model)
+    rotary = ModelConfig(sequence_length=4, positions="rotary")
+    assert explain_length([1] * 4, 9, rotary) == ""
+    assert "5 tokens, more than model.sequence_length=4" in explain_length([1] * 5, 9, rotary)
+    learned = ModelConfig(sequence_length=4, positions="learned")
+    assert explain_length([1] * 2, 3, learned) == ""
+    assert "end at model.sequence_length=4, so at most 3 of the 4 tokens follow" in explain_length([1] * 2, 4, learned)
+    for refused_length in (0, 4):  # errors of `generate_tokens`
+        assert explain_length([1] * refused_length, 9, learned) == ""

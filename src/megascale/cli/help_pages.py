@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -34,7 +35,28 @@ class ReadableHelp:
 
 
 class ReadableCommand(ReadableHelp, TyperCommand):
-    """A command with a readable help page."""
+    """A command with a readable help page, which refuses empty paths."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments into `ctx.params`.
+
+        Raises BadParameter for an empty path, such as an unset variable of the shell. It would be read as the working
+        directory.
+        """
+        given = list(args)
+        remaining: list[str] = super().parse_args(ctx, args)
+        has_empty = any(not argument or re.fullmatch(r"-[^=]*=", argument) for argument in given)
+        has_dot = any(argument.rpartition("=")[2].rstrip("/") == "." for argument in given)
+        if not has_empty or has_dot:
+            return remaining
+        parameters: list[Any] = self.get_params(ctx)
+        for parameter in parameters:
+            value = ctx.params.get(parameter.name)
+            values = value if isinstance(value, list | tuple) else [value]
+            if Path() in values and value != parameter.default:
+                message = "the path is empty; name a file or a folder, or . for the working directory"
+                raise typer.BadParameter(message, ctx=ctx, param=parameter)
+        return remaining
 
 
 class ReadableGroup(ReadableHelp, TyperGroup):

@@ -478,7 +478,7 @@ def _read_log(run: Path, rank: int, offset: int) -> _LogPiece:
     piece = read_log_piece(file, offset)
     if piece is None:
         ranks = sorted(int(log.stem[5:]) for log in file.parent.glob("rank-*.log") if log.stem[5:].isdigit())
-        existing = "no rank has a log"
+        existing = "no rank has a log; rank 0 of `megascale train` prints to its terminal"
         if ranks:
             existing = f"there are logs of ranks {join_limited(ranks, _MAX_LISTED_RANKS)}"
         raise DataError(f"{file} does not exist; {existing}")

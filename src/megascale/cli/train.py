@@ -130,6 +130,7 @@ def _describe_sizes(description: RunDescription) -> list[tuple[str, str]]:
     model = description.config.model
     train_section = description.config.train
     flops = _format_count(description.flops_per_token * description.tokens)  # of the whole run
+    flops_and_unit = f"{flops}FLOPs" if flops[-1].isalpha() else f"{flops} FLOPs"
     parameters = _format_count(description.parameters)
     embeddings = _format_count(description.embedding_parameters)
     counts = f"{parameters} ({embeddings} in embeddings)"
@@ -144,7 +145,7 @@ def _describe_sizes(description: RunDescription) -> list[tuple[str, str]]:
             f"{_format_count(description.flops_per_token)}, forward and backward ({CONVENTION})",
         ),
         ("a step", f"{train_section.global_batch} sequences x {model.sequence_length} tokens"),
-        ("the run", f"{train_section.steps} steps, {_format_count(description.tokens)} tokens, {flops}FLOPs"),
+        ("the run", f"{train_section.steps} steps, {_format_count(description.tokens)} tokens, {flops_and_unit}"),
     ]
 
 
@@ -193,6 +194,7 @@ def _format_count(count: float) -> str:
 def _print_end(config: Config, result: TrainResult) -> None:
     """Print the held-out loss, the path of the loss curve and a sample; or how to resume a stopped run."""
     from megascale.cli.trained_run import print_evaluation
+    from megascale.config import TrainConfig
 
     console = make_console(soft_wrap=True)
     folder = config.run_folder
@@ -200,9 +202,10 @@ def _print_end(config: Config, result: TrainResult) -> None:
         console.print(f"stopped after step {result.step}; the same command resumes", markup=False)
         return
     if result.loss is None:  # The run was complete before, so this command trained no step.
+        steps = 2 * result.step or TrainConfig().steps
         console.print(
             f"run {config.train.name} is complete ({result.step} steps). To train further, set more steps, such as "
-            f"--train.steps={2 * result.step}; to start a new run, set another --train.name",
+            f"--train.steps={steps}; to start a new run, set another --train.name",
             markup=False,
         )
     if result.evaluation is not None:

@@ -382,7 +382,9 @@ def _explain(fault: Mapping[str, Any]) -> str:
         field = None
     message = fault["msg"][0].lower() + fault["msg"][1:]
     if fault["input"] == "" and field is not None:
-        message += f"; write {name}={UNSET} for the default"
+        # Items of a list have no default of their own.
+        setting = name.rpartition(".")[0] if path[-1].isdecimal() else name
+        message += f"; write {setting}={UNSET} for the default"
     return f"{name}={fault['input']!r} is wrong: {message}{_format_description(field)}"
 
 

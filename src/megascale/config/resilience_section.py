@@ -201,10 +201,12 @@ class ResilienceConfig(Section):
         description="label job_name of every metric, which groups runs; default: the run's name",
     )
     tls_certificate: str | None = Field(
-        None, description="PEM file with the API's certificate; default: the job makes one if listen is not loopback"
+        None,
+        min_length=1,
+        description="PEM file with the API's certificate; default: the job makes one if listen is not loopback",
     )
     tls_key: str | None = Field(
-        None, description="PEM file with the key of tls_certificate; readable by this user only"
+        None, min_length=1, description="PEM file with the key of tls_certificate; readable by this user only"
     )
     log_patterns: list[str] = Field(
         default_factory=lambda: [

@@ -41,16 +41,20 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=1, le=MAX_COUNT, description="number of committed checkpoints that are kept")
     resume: bool = Field(True, description="resume from the newest committed checkpoint of the run folder")
     location: str | None = Field(
-        None, description="folder or URL (s3://bucket/run) for checkpoints; default: checkpoints in the run folder"
+        None,
+        min_length=1,
+        description="folder or URL (s3://bucket/run) for checkpoints; default: checkpoints in the run folder",
     )
     imported: str | None = Field(
         None,
+        min_length=1,
         description="checkpoints of an imported model, or the Hugging Face folder of one. A start without own "
         "checkpoints loads the weights (of step 0) from there, or fails. `convert import` sets it. "
         "`--model.from=FOLDER` sets it to a Hugging Face folder; that model gives the default of each key of [model]",
     )
     start_from: str | None = Field(
         None,
+        min_length=1,
         description="run folder (or folder or URL of checkpoints) whose model a start without own checkpoints begins "
         "with; that run gives the default of each key of [model]. Needs checkpoint.start_state",
     )
@@ -175,10 +179,14 @@ class RendezvousConfig(Section):
         "MEGASCALE_REDIS_PASSWORD",
     )
     tls_ca: str | None = Field(
-        None, description="rediss://: file of the certificate authority that signed the server's certificate"
+        None,
+        min_length=1,
+        description="rediss://: file of the certificate authority that signed the server's certificate",
     )
-    tls_certificate: str | None = Field(None, description="rediss://: client certificate, if the server requires one")
-    tls_key: str | None = Field(None, description="rediss://: key of tls_certificate")
+    tls_certificate: str | None = Field(
+        None, min_length=1, description="rediss://: client certificate, if the server requires one"
+    )
+    tls_key: str | None = Field(None, min_length=1, description="rediss://: key of tls_certificate")
     timeout: float = Field(300.0, gt=0, description="seconds within which all ranks must arrive")
     group_timeout: float = Field(600.0, gt=0, description="seconds after which a hanging collective is aborted")
     expiry: float = Field(86400.0, ge=60, description="redis: seconds after which keys of a dead job expire")

@@ -17,7 +17,7 @@ SHORT_PRECISIONS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 class DataConfig(Section):
     """Training and validation data."""
 
-    train: list[str] = Field(
+    train: list[Annotated[str, Field(min_length=1)]] = Field(
         default_factory=list,
         description="token files (path without .bin/.idx), or files and folders of jsonl, parquet or text that are "
         "tokenised on the fly; several are blended",
@@ -25,8 +25,10 @@ class DataConfig(Section):
     weights: list[float] | None = Field(
         None, description="sampling weights, one per file, in any unit; default: every sample once per epoch"
     )
-    valid: str | None = Field(None, description="validation token file (path without .bin/.idx)")
-    tokenizer: str | None = Field(None, description="tokenizer.json; default: the one next to the first train file")
+    valid: str | None = Field(None, min_length=1, description="validation token file (path without .bin/.idx)")
+    tokenizer: str | None = Field(
+        None, min_length=1, description="tokenizer.json; default: the one next to the first train file"
+    )
     shuffle: bool = Field(True, description="draw samples in random order, a pure function of train.seed")
     shuffle_tokens: int = Field(
         1 << 20,
@@ -264,7 +266,7 @@ class TrainConfig(Section):
         max_length=255,  # bytes that file systems have for a name
         description="name of the run folder",
     )
-    runs: str = Field("runs", description="folder of the run folders")
+    runs: str = Field("runs", min_length=1, description="folder of the run folders")
     steps: int = Field(1000, ge=0, le=MAX_COUNT, description="total number of optimizer steps")
     max_skipped_steps: int = Field(
         10,
@@ -329,7 +331,9 @@ class TrainConfig(Section):
         le=MAX_COUNT,
         description="validation sequences per evaluation; the last evaluation also reads the whole file",
     )
-    sample_prompt: str | None = Field(None, description="prompt from which text is generated at the end of training")
+    sample_prompt: str | None = Field(
+        None, min_length=1, description="prompt from which text is generated at the end of training"
+    )
     sample_tokens: int = Field(120, ge=1, le=1_000_000, description="tokens to generate from sample_prompt")
     stop_after: int | None = Field(
         None, ge=1, le=MAX_COUNT, description="stop this process after this many steps (for tests)"

@@ -496,4 +496,6 @@ def _describe_kinds(memory: MemoryEstimate) -> str:
 def _format_size(byte_count: int) -> str:
     if byte_count >= GIB:
         return f"{byte_count / GIB:,.1f} GiB"
-    return f"{byte_count / MIB:,.0f} MiB"
+    if byte_count >= MIB or not byte_count:
+        return f"{byte_count / MIB:,.0f} MiB"
+    return f"{byte_count / 1024:,.1f} KiB"

@@ -32,6 +32,25 @@ def compute_learning_rate(lr: LrConfig, step: int, steps: int) -> float:
     return _call_schedule(lr, schedule, step, lr.decay_steps or steps)
 
 
+def explain_warmup(lr: LrConfig, steps: int) -> str:
+    """Return a note if the warm-up leaves no step of the run, or of the decay, else an empty string.
+
+    A short first part of a longer run may be meant, so this is not an error.
+    """
+    if 0 < steps <= lr.warmup_steps:
+        return (
+            f"lr.warmup_steps={lr.warmup_steps} is not below train.steps={steps}: the learning rate rises until the "
+            f"last step, where it is {compute_learning_rate(lr, steps, steps):.2g} (lr.peak={lr.peak:g}), and does not "
+            "fall; use fewer warm-up steps, or more steps"
+        )
+    if lr.decay_steps is not None and lr.decay_steps <= lr.warmup_steps:
+        return (
+            f"lr.decay_steps={lr.decay_steps} is not above lr.warmup_steps={lr.warmup_steps}: the learning rate falls "
+            "from lr.peak to lr.min in one step; use fewer warm-up steps, or a later end of the decay"
+        )
+    return ""
+
+
 def check_schedule(lr: LrConfig, steps: int) -> None:
     """Call a schedule of a package for the steps of a run, or for many of them if there are more.
 

@@ -187,8 +187,19 @@ def _check_prompt(prompt: Sequence[int], vocab: int, limit: int | None) -> None:
         )
 
 
-def explain_long_prompt(prompt: Sequence[int], model: ModelConfig) -> str:
-    """Return a note if a prompt is longer than the sequences of the training, else an empty string."""
+def explain_length(prompt: Sequence[int], count: int, model: ModelConfig) -> str:
+    """Return a note if a prompt is longer than the sequences of the training, or if `count` tokens do not follow it.
+
+    The note is an empty string for other lengths, and for prompts that `generate_tokens` refuses.
+    """
+    if model.positions == "learned":
+        possible_count = model.sequence_length - len(prompt) + 1  # the last token needs no position
+        if not prompt or not 1 < possible_count < count:
+            return ""
+        return (
+            f"the model's learned positions end at model.sequence_length={model.sequence_length:,}, so at most "
+            f"{possible_count:,} of the {count:,} tokens follow the prompt"
+        )
     if len(prompt) <= model.sequence_length:
         return ""
     return (

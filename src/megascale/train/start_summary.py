@@ -15,6 +15,7 @@ from megascale.core.flops import CONVENTION, DOCUMENT_CONVENTION, FlopCount, doc
 from megascale.core.process_orders import MISSING_VARIABLE
 from megascale.core.stopwatch import Stopwatch
 from megascale.data.dataset.samples import SampleSource
+from megascale.optim.learning_rate import explain_warmup
 from megascale.rendezvous.groups import Groups
 from megascale.train.engine import Engine
 from megascale.train.reporter import Reporter
@@ -98,6 +99,9 @@ class StartSummary:
             print_line(self._retention.unconfirmed_note)
         for note in [*self._resume_guard.notes, *data_notes]:
             print_line(note)
+        warmup_note = explain_warmup(self._config.lr, self._config.train.steps)
+        if warmup_note:
+            print_line(warmup_note)
         if self._resume_guard.changes:
             print_line(setting_changes.format_changes(self._resume_guard.changes, step))
 

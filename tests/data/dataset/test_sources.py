@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -421,13 +423,15 @@ def test_a_pointer_of_git_lfs_is_not_text(tmp_path: Path, name: str) -> None:
         documents(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.CSV.gz"])
-def test_a_table_with_the_key_is_refused(tmp_path: Path, name: str) -> None:
-    separator = "\t" if "tsv" in name else ","
+@pytest.mark.parametrize(
+    ("name", "separator"), [("a.csv", ","), ("a.tsv", "\t"), ("a.CSV.gz", ","), ("b.csv", ";"), ("c.csv", "\t")]
+)
+def test_a_table_with_the_key_is_refused(tmp_path: Path, name: str, separator: str) -> None:
     table = f'id{separator}"text"\r\n1{separator}"a, b"\r\n'.encode()
     (tmp_path / name).write_bytes(gzip.compress(table) if name.endswith("gz") else table)
-    with pytest.raises(DataError, match=r"is a table with the column 'text'.*write_table.*rename it to \.txt"):
+    with pytest.raises(DataError, match=r"is a table with the column 'text'.*write_table.*rename it to \.txt") as error:
         documents(tmp_path / name)
+    assert f"delimiter={separator!r}" in str(error.value)
     assert documents(tmp_path / name, key="body") == [table.decode()]  # a table of other values is text
 
 
@@ -446,12 +450,34 @@ def test_links_and_files_that_are_named_twice(tmp_path: Path) -> None:
     (tmp_path / "in" / "again.txt").symlink_to(tmp_path / "other" / "b.txt")
     (tmp_path / "in" / "folder").symlink_to(tmp_path / "other")
     (tmp_path / "in" / "empty.jsonl").touch()
+    os.mkfifo(tmp_path / "in" / "pipe.txt")
     files, skipped = find_files_and_skipped([tmp_path / "in", tmp_path / "in" / "sub" / "a.txt"])
     assert [file.name for file in files] == ["in/again.txt", "in/empty.jsonl", "in/sub/a.txt"]
-    assert skipped == {source_files.FOLDER_LINK: 1, source_files.EMPTY_FILE: 1, source_files.NAMED_TWICE: 2}
+    assert skipped == {
+        source_files.FOLDER_LINK: 1,
+        source_files.NOT_A_FILE: 1,
+        source_files.EMPTY_FILE: 1,
+        source_files.NAMED_TWICE: 2,
+    }
     (tmp_path / "other" / "b.txt").unlink()
     with pytest.raises(DataError, match=r"in/again\.txt is a link to .*b\.txt, which does not exist; restore"):
         find_files([tmp_path / "in"])
+
+
+def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "b.txt").write_text("b")
+    (tmp_path / "a.txt").write_text("a")
+    list_folder = os.scandir
+
+    def scandir(path: str) -> object:  # permissions do not stop root, which may run the tests
+        if str(path).endswith("sub"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return list_folder(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match=r"input folder .*/sub cannot be listed: Permission denied; check its perm"):
+        find_files([tmp_path])
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ def test_tokens_and_weights_are_those_of_transformers(folder, tmp_path) -> None:
     marked = ChatTemplate(CHATML, {}, "marked")
     [(tokens, weights)] = encode([{"messages": TURNS}], folder, marked, tmp_path / "a.jsonl")
     assert (tokens, weights) == encode_with_transformers(TURNS, folder, CHATML)
+    assert encode([TURNS], folder, marked, tmp_path / "list.jsonl") == [(tokens, weights)]  # nanochat's form
     # Without generation blocks the same tokens count: answers with the end of their turn.
     plain = load_chat_template(folder)
     assert not plain.has_generation_blocks
@@ -202,7 +203,8 @@ def test_a_template_within_the_limits_renders_as_in_jinja() -> None:
         ({"prompt": "a", "completion": 3}, "completion: it is of type int"),
         ({"prompt": "a", "completion": ""}, "completion: it is empty"),
         ({"text": "a"}, "prompt: the key is missing; a record has messages, or prompt and completion, not 'text'"),
-        ([1], "the record: it is of type list"),
+        ([1], r"messages\[0\]: it is of type int"),
+        (1, "the record: it is of type int"),
         ({"prompt": "a\ud800", "completion": "b"}, r"the record: it has \\ud800 without the other half"),
     ],
 )
@@ -495,6 +497,7 @@ def test_names_that_the_template_leaves_out_are_counted_in_a_note(tmp_path, fold
         ("a.jsonl.zst", b"", r"\.zst is not read; give JSON lines, plain or compressed with gzip"),
         ("a.parquet", b"", r"\.parquet is not read"),
         ("a.json", b'\xef\xbb\xbf [{"prompt": "a"}]', r"begins with a list, and one record per line .*> a\.jsonl"),
+        ("a.jsonl", b'[{"prompt": "a"}]', r"begins with a list, and one record per line .*> a-lines\.jsonl"),
         ("a.jsonl", LFS_POINTER + b"v1\n", r"is a pointer of Git LFS.*git lfs pull"),
     ],
 )

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -263,6 +264,11 @@ def test_long_documents_are_cut_at_lines(monkeypatch: pytest.MonkeyPatch) -> Non
     tokens, lengths = WORDS.encode_documents([text, "", text])
     assert tokens.tolist() == (ids + [0, 0] + ids + [0])
     assert lengths.tolist() == [len(ids) + 1, 1, len(ids) + 1]
+    received: list[str] = []
+    library = SimpleNamespace(train_from_iterator=lambda texts, trainer: received.extend(texts))
+    _train_interruptibly(library, [text], trainer=None)  # a long text would need 90 times its size
+    assert "".join(received) == text
+    assert max(map(len, received)) <= 50
     monkeypatch.undo()
     lines = WORDS.encode("".join(f"def f{i}(x): return x + {i}\n" for i in range(40)))
     assert ids[: len(lines)] == lines  # slices that end with a line change nothing
@@ -278,6 +284,8 @@ def test_unusable_files(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match="too small"):
         train_tokenizer(["a"], 100)
+    with pytest.raises(ConfigError, match=r"vocab_size=99999999999 is too large: at most 16777216 .*--vocab-size"):
+        train_tokenizer(["a"], 99_999_999_999)
 
 
 def test_where_the_tokenizer_is_looked_for() -> None:

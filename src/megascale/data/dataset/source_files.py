@@ -17,6 +17,7 @@ piece.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ NOT_UTF8 = "files (not UTF-8 text)"
 EMPTY_FILE = "files (empty)"
 NAMED_TWICE = "files (named twice)"
 FOLDER_LINK = "links to folders"
+NOT_A_FILE = "pipes, sockets and devices"
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def find_files(inputs: Sequence[Path], excluded_folder: Path | None = None) -> l
 
     Hidden files and links to folders are left out, and so are files below `excluded_folder`, which a build writes. A
     file that is reached twice, through a link or through two inputs, is returned once. Raises DataError for a link
-    whose target is missing, and for a pointer of Git LFS.
+    whose target is missing, for a pointer of Git LFS, and for a folder that cannot be listed.
     """
     files, _ = find_files_and_skipped(inputs, excluded_folder)
     return files
@@ -119,6 +121,8 @@ def find_files_and_skipped(
                         f"input {path} is a link to {path.readlink()}, which does not exist; restore the "
                         "file, or remove the link"
                     )
+                elif not path.is_dir():
+                    skipped[NOT_A_FILE] = skipped.get(NOT_A_FILE, 0) + 1
         elif entry.exists():
             raise DataError(f"input {entry} is a pipe or a device; save its text to a file, and give the file")
         else:
@@ -137,11 +141,24 @@ def find_files_and_skipped(
 
 
 def _list_visible(folder: Path) -> list[tuple[str, Path]]:
-    """Return the entries below a folder that are not hidden, each with its name relative to the folder, in order."""
-    entries = [(path.relative_to(folder).as_posix(), path) for path in folder.rglob("*")]
-    return sorted(
-        (name, path) for name, path in entries if not any(component.startswith(".") for component in name.split("/"))
-    )
+    """Return the entries below a folder that are not hidden, each with its name relative to the folder, in order.
+
+    Raises DataError for a folder that cannot be listed, whose text would be missing without a message.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise DataError(
+            f"input folder {error.filename} cannot be listed: {error.strerror}; check its permissions, or move it away"
+        )
+
+    entries: list[tuple[str, Path]] = []
+    for parent, folder_names, file_names in os.walk(folder, onerror=refuse):
+        folder_names[:] = [name for name in folder_names if not name.startswith(".")]
+        for name in folder_names + file_names:
+            if not name.startswith("."):
+                path = Path(parent, name)
+                entries.append((path.relative_to(folder).as_posix(), path))
+    return sorted(entries)
 
 
 def _describe_file(name: str, path: Path) -> SourceFile:

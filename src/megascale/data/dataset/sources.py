@@ -29,7 +29,7 @@ from megascale.errors import DataError
 # A text must be in memory as a whole, and a small compressed file may hold gigabytes.
 UNPACKED_TEXT_LIMIT = 1 << 30  # bytes of a compressed text file, decompressed
 TEXT_LIMIT = 4 << 30  # bytes of a text file
-_TABLE_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_TABLE_DELIMITERS = {".csv": ",;\t", ".tsv": "\t"}  # by suffix; some programs write .csv with semicolons or tabs
 # Reasons for skipping a file or record, as reports name them. source_files.py has further reasons.
 NOT_JSON = "files (named .json, not JSON)"
 NOT_RECORDS = "files (JSON without records of text)"
@@ -110,15 +110,14 @@ def _read_text(path: Path, split: str, meter: Meter | None, key: str) -> TextRec
 def _refuse_table(path: Path, text: str, key: str) -> None:
     """Raise DataError for a .csv or .tsv file with a column `key`, whose rows are meant to be documents."""
     plain_path = path.with_suffix("") if find_compression(path) else path
-    delimiter = _TABLE_DELIMITERS.get(plain_path.suffix.lower())
-    if delimiter is None:
-        return
     first_line = text.lstrip().partition("\n")[0]
-    try:
-        columns = next(csv.reader([first_line], delimiter=delimiter), [])
-    except csv.Error:  # no heading, such as a line with a huge cell or with a carriage return within it
-        return
-    if key in (column.strip() for column in columns):
+    for delimiter in _TABLE_DELIMITERS.get(plain_path.suffix.lower(), ""):
+        try:
+            columns = next(csv.reader([first_line], delimiter=delimiter), [])
+        except csv.Error:  # no heading, such as a line with a huge cell or with a carriage return within it
+            return
+        if key not in (column.strip() for column in columns):
+            continue
         options = f"c.ParseOptions(delimiter={delimiter!r}, newlines_in_values=True)"
         raise DataError(
             f"input {path} is a table with the column {key!r}, and tables are not read; convert it with `python -c "

@@ -1,14 +1,15 @@
 """Conversations in JSON lines, and their encoding as tokens with a loss weight per token.
 
 A line is an object in Hugging Face's form. It has `messages`, each with role and content, or it has `prompt` and
-`completion`, which are two texts or two lists of messages. Tokens of the assistant and of completions have loss weight
-1, all other tokens 0.
+`completion`, which are two texts or two lists of messages. A line may also be the list of messages itself, as nanochat
+writes it. Tokens of the assistant and of completions have loss weight 1, all other tokens 0.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ _BATCH_CONVERSATIONS = 512  # conversations passed to the tokenizer at a time
 _MAX_NAMED_FAULTS = 5  # records that one error names
 _UNREAD_SUFFIXES = (".zst", ".bz2", ".xz", ".zip", ".parquet", ".arrow", ".csv", ".tsv")  # of files of conversations
 _PROBE_BYTES = 1 << 12  # beginning of a file that shows its format
+_MESSAGES_BEGINNING = re.compile(rb'\[\s*\{\s*"(role|content)"')  # of a line that is a list of messages
 _MARK_BYTES = b"\xf4\x8f\xbf"  # the first bytes of the two characters that `has_marks` finds
 # Keys by which other trainers leave a message out of the loss, and their only values that change nothing.
 _TRAINED_VALUES: dict[str, tuple[Any, ...]] = {"weight": (None, 1), "train": (None, True), "trainable": (None, True)}
@@ -134,10 +136,13 @@ def _check_format(file: Path) -> None:
         return  # the caller reports it
     if beginning.startswith(LFS_POINTER):
         raise DataError(f"--chat={file} is a pointer of Git LFS, not the file itself; get the file with `git lfs pull`")
-    if beginning.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+    text = beginning.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if text.startswith(b"[") and not _MESSAGES_BEGINNING.match(text):
+        # The shell empties the output file before the input is read, so the two must differ.
+        converted = f"{file.stem}-lines.jsonl" if suffix == ".jsonl" else f"{file.stem}.jsonl"
         raise DataError(
             f'--chat={file} begins with a list, and one record per line is read; convert it with `python -c "import '
-            f"json; [print(json.dumps(r)) for r in json.load(open('{file}'))]\" > {file.with_suffix('.jsonl').name}`"
+            f"json; [print(json.dumps(r)) for r in json.load(open('{file}'))]\" > {converted}`"
         )
 
 
@@ -159,6 +164,8 @@ def _parse_json(data: bytes) -> dict[str, Any]:
         if problem:
             raise _RecordError("the record", problem) from None
         raise _RecordError("the record", f"it is not JSON ({error}); write one object per line") from None
+    if isinstance(record, list):
+        record = {"messages": record}
     if not isinstance(record, dict):
         raise _RecordError("the record", f"it is {_describe(record)}; write an object with the key messages")
     if b"\\u" in data or _MARK_BYTES in data:

@@ -60,7 +60,7 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text without special tokens."""
         token_ids: list[int] = []
-        for slice_ids in self._encode(list(_split_slices(text))):
+        for slice_ids in self._encode(list(split_slices(text))):
             token_ids += map(int, slice_ids)
         return token_ids
 
@@ -160,7 +160,7 @@ def _batch_slices(texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]
     slices: list[str] = []
     size = 0
     for text_index, text in enumerate(texts):
-        for text_slice in _split_slices(text):
+        for text_slice in split_slices(text):
             text_indices.append(text_index)
             slices.append(text_slice)
             size += len(text_slice)
@@ -172,7 +172,7 @@ def _batch_slices(texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]
         yield text_indices, slices
 
 
-def _split_slices(text: str) -> Iterator[str]:
+def split_slices(text: str) -> Iterator[str]:
     """Yield slices of a text of at most _SLICE_CHARACTERS characters, which end at line ends if possible.
 
     Empty text is one slice.

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megascale.data.tokenizer.base import END_NAMES, END_OF_DOCUMENT, Tokenizer
+from megascale.data.tokenizer.base import END_NAMES, END_OF_DOCUMENT, Tokenizer, split_slices
 from megascale.errors import ConfigError, DataError
 
 CONFIG = "tokenizer_config.json"
@@ -25,6 +25,7 @@ CONFIG = "tokenizer_config.json"
 _LOSSLESS_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "Strip", "ByteLevel", "Precompiled"}
 _PREVIOUS_TEXT = "\n"  # text after which a continuation is encoded
 _JOIN_SECONDS = 0.2  # longest time until a thread's caller handles a signal
+_MAX_TRAINED_ENTRIES = 1 << 24  # the library allocates memory for all entries at once, and aborts if it has none
 
 
 class NotATokenizerError(ValueError):
@@ -38,16 +39,18 @@ class _TrainingStoppedError(Exception):
 def _train_interruptibly(library_tokenizer: Any, texts: Iterable[str], trainer: Any) -> None:
     """Train a tokenizer in a thread, since the library handles no signal until it returns.
 
-    After KeyboardInterrupt the thread receives no more text. It may compute until the process ends.
+    The library receives slices of long texts, because it needs about 90 times the size of a text in memory. After
+    KeyboardInterrupt the thread receives no more text. It may compute until the process ends.
     """
     is_stopped = threading.Event()
     errors: list[BaseException] = []
 
     def read_texts() -> Iterator[str]:
         for text in texts:
-            if is_stopped.is_set():
-                raise _TrainingStoppedError
-            yield text
+            for text_slice in split_slices(text):
+                if is_stopped.is_set():
+                    raise _TrainingStoppedError
+                yield text_slice
 
     def train() -> None:
         try:
@@ -172,6 +175,11 @@ class HuggingFaceTokenizer(Tokenizer):
             raise ConfigError(
                 f"vocab_size={vocab_size} is too small for byte-level BPE: 256 bytes and {len(special_tokens)} special "
                 f"tokens make {minimum}; use a larger --vocab-size"
+            )
+        if vocab_size > _MAX_TRAINED_ENTRIES:
+            raise ConfigError(
+                f"vocab_size={vocab_size} is too large: at most {_MAX_TRAINED_ENTRIES} entries can be trained; use a "
+                "smaller --vocab-size"
             )
         library_tokenizer = Library(models.BPE())
         library_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -76,8 +76,12 @@ def read_rotary(
     if "rope_scaling" in tables:
         main_name = "rope_scaling"
     rope = tables.get(main_name, {})
-    base = rope.get("rope_theta") or keys.get(base_key, default=default_base)
-    rotary_fraction = rope.get("partial_rotary_factor") or keys.get(fraction_key, default=fraction)
+    base = rope.get("rope_theta")
+    if base is None:
+        base = keys.get(base_key, default=default_base)
+    rotary_fraction = rope.get("partial_rotary_factor")
+    if rotary_fraction is None:
+        rotary_fraction = keys.get(fraction_key, default=fraction)
     scalings = {name: _read_scaling(keys, name, table, types) for name, table in tables.items()}
     # No other table or key may contradict these values.
     for name, table in tables.items():
@@ -127,7 +131,9 @@ def read_rotary_of_kinds(
                     raise keys.make_error(f"{name}.{key}", table[key], f"but rope_scaling gives {value!r}")
                 table[key] = value
         older_base = None if base_key is None else keys.get(base_key)
-        base = table.get("rope_theta") or older_base or default
+        base = table.get("rope_theta")
+        if base is None:
+            base = default if older_base is None else older_base
         if older_base is not None and older_base != base:
             raise keys.make_error(f"{name}.rope_theta", base, f"but {base_key} is {older_base!r}")
         if table.get("partial_rotary_factor") not in (None, 1.0):
