@@ -21,7 +21,7 @@ from megascale.data.dataset.indexed import IndexedDataset
 from megascale.data.dataset.manifest import check_sampled_tokens, read_manifest
 from megascale.data.prepare.chat_builder import build_chat
 from megascale.data.prepare.conversations import encode_lines, parse_conversation, read_lines
-from megascale.data.tokenizer import chat_template
+from megascale.data.tokenizer import chat_sandbox
 from megascale.data.tokenizer.chat_template import (
     CHATML,
     ChatTemplate,
@@ -168,9 +168,9 @@ def test_a_template_cannot_exhaust_memory_with_an_expression(expression: str, re
 )  # fmt: skip
 def test_a_template_cannot_exhaust_memory_or_time_with_a_loop(source: str, reason: str, monkeypatch) -> None:
     if "iterations" in reason:
-        monkeypatch.setattr(chat_template, "_MAX_ITERATIONS", 99)
+        monkeypatch.setattr(chat_sandbox, "_MAX_ITERATIONS", 99)
     if "joins" in reason:
-        monkeypatch.setattr(chat_template, "_MAX_JOINED_CHARACTERS", 1 << 24)
+        monkeypatch.setattr(chat_sandbox, "_MAX_JOINED_CHARACTERS", 1 << 24)
     template = ChatTemplate(source, {}, "huge")
     for _ in range(2):  # the counts of a rendering begin at zero
         with pytest.raises(TemplateError, match=f"the template huge .*({reason})"):

@@ -14,30 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 from megascale.config.text_files import read_text
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.huggingface_file import CONFIG
 from megascale.errors import DataError
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
-# Limits of a template, which may come from strangers.
-_MAX_REPETITION = 1 << 24  # characters or entries of a repeated value
-_MAX_EXPONENT = 1 << 12
-_MAX_POWER_BITS = 1 << 20  # of an integer, since powers of powers grow beyond any memory
-_MAX_CHARACTERS = 1 << 26  # of a rendered text, and of a text that a template joins
-_MAX_JOINED_CHARACTERS = 1 << 32  # of all texts that a rendering joins; copies of them take about a second
-_MAX_ITERATIONS = 1 << 22  # of all loops of a rendering together; about a second
-_MAX_FORMAT_WIDTH = 1 << 16  # characters of a padded value
-# The digits of a width or a precision in a printf-style format, or a star, which takes it from the arguments.
-_FORMAT_SPEC = re.compile(r"\{[^{}:]*:([^{}]*)")  # of str.format
-_NESTED_SPEC = re.compile(r":[^{}]*\{")  # a width that str.format takes from its arguments
-_PRINTF_WIDTH = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(\*|\d+)?(?:\.(\*|\d+))?")
-
-_TOO_LONG = f"it writes more than {_MAX_CHARACTERS:,} characters"
 
 Message = Mapping[str, Any]
 
@@ -106,14 +88,15 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], name: str) -> None:
         from jinja2 import TemplateSyntaxError
 
+        from megascale.data.tokenizer.chat_sandbox import make_sandbox  # only templates need jinja2
+
         self.source = source
         self.name = name
         self.special_tokens = dict(special_tokens)
         self.dates: dict[str, str] = {}
         self.dropped_names: Counter[str] = Counter()
         self._time = datetime.now()
-        environment = _make_environment()
-        environment.globals["strftime_now"] = self._format_time
+        environment = make_sandbox((_BLOCK_BEGIN, _BLOCK_END), self._format_time)
         self._environment = environment
         try:
             self._template = environment.from_string(source)
@@ -121,8 +104,7 @@ class ChatTemplate:
             raise DataError(
                 f"{name}, line {error.lineno}: the chat template is not valid Jinja: {error.message}; correct the file"
             ) from None
-        # The parser counts the tags in _make_environment.
-        self.has_generation_blocks = bool(environment.generation_blocks)  # type: ignore[attr-defined]
+        self.has_generation_blocks = environment.has_generation_blocks
 
     def _format_time(self, pattern: str) -> str:
         """Return the time at which the template was loaded, in a pattern of `strftime`, and record it."""
@@ -290,17 +272,10 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool) -> str:
         from jinja2 import TemplateError as JinjaError
 
-        self._environment.start_rendering()  # type: ignore[attr-defined]
         variables = {"messages": messages, "tools": tools, "documents": None} | self.special_tokens
-        sections = []
-        length = 0
+        variables["add_generation_prompt"] = add_generation_prompt
         try:
-            for section in self._template.generate(add_generation_prompt=add_generation_prompt, **variables):
-                length += len(section)
-                if length > _MAX_CHARACTERS:
-                    raise JinjaError(_TOO_LONG)
-                sections.append(section)
-            return "".join(sections)
+            return self._environment.render(self._template, variables)
         except RecursionError:
             raise TemplateError(f"the template {self.name} has a macro that calls itself without end") from None
         except (JinjaError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
@@ -334,243 +309,6 @@ def _remove_marks(marked: str) -> RenderedChat:
         sections.append(text)
         length += len(text)
     return RenderedChat("".join(sections), tuple(spans))
-
-
-def _make_environment() -> Environment:
-    """Return a Jinja sandbox with the filters, functions and tags that chat templates of transformers use.
-
-    `strftime_now` is missing, which the caller adds.
-    """
-    from jinja2 import nodes, pass_eval_context
-    from jinja2.exceptions import TemplateError as JinjaError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.filters import FILTERS as DEFAULT_FILTERS
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-    from jinja2.visitor import NodeTransformer
-
-    class GenerationBlocks(Extension):
-        """Tag `{% generation %}`, whose body is text of the assistant. The environment counts the tags."""
-
-        tags = {"generation"}  # noqa: RUF012 - jinja2 reads the class attribute
-
-        def __init__(self, environment: Environment) -> None:
-            super().__init__(environment)
-            environment.extend(generation_blocks=0)
-
-        def parse(self, parser: Parser) -> nodes.Node:
-            self.environment.generation_blocks += 1  # type: ignore[attr-defined]
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            call = nodes.CallBlock(self.call_method("_mark"), [], [], body)
-            return call.set_lineno(line)
-
-        def _mark(self, caller: Any) -> str:
-            return f"{_BLOCK_BEGIN}{caller()}{_BLOCK_END}"
-
-    def raise_exception(message: str) -> NoReturn:
-        raise JinjaError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        # jinja2's own filter escapes characters of HTML.
-        check_width(options.get("indent"))
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    def check_width(width: Any) -> None:
-        if isinstance(width, int) and abs(width) > _MAX_FORMAT_WIDTH:
-            raise JinjaError(f"it pads a value to more than {_MAX_FORMAT_WIDTH:,} characters")
-
-    def check_printf(text: str, arguments: Any) -> None:
-        """Raise JinjaError if a printf-style format, or a number that it may take as a width, is too large."""
-        for widths in _PRINTF_WIDTH.findall(text):
-            for width in widths:
-                if width == "*":
-                    values = arguments if isinstance(arguments, tuple) else (arguments,)
-                    for value in values:
-                        check_width(value)
-                elif width:
-                    # A number of many digits takes long to convert.
-                    check_width(int(width[:10]))
-
-    def check_str_format(text: str, arguments: list[Any]) -> None:
-        """Raise JinjaError if the format of str.format, or a value that it may take as a width, is too large."""
-        for spec in _FORMAT_SPEC.findall(text):
-            for digits in re.findall(r"\d+", spec):
-                check_width(int(digits[:10]))
-        if _NESTED_SPEC.search(text):
-            values = [value for item in arguments for value in (item.values() if isinstance(item, dict) else (item,))]
-            for value in values:
-                for digits in re.findall(r"\d+", str(value)[:20]) if isinstance(value, str | int) else ():
-                    check_width(int(digits[:10]))
-
-    def call_method(name: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
-        method = nodes.EnvironmentAttribute(name, lineno=line)
-        return nodes.Call(method, arguments, [], None, None, lineno=line)
-
-    class ConcatBounder(NodeTransformer):
-        """Replaces the operator `~`, whose function the compiler fixes, by a method with a bound."""
-
-        def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-            self.generic_visit(node)
-            return call_method("join_operands", list(node.nodes), node.lineno)
-
-    def check_length(length: int) -> None:
-        if length > _MAX_CHARACTERS:
-            raise JinjaError(_TOO_LONG)
-
-    def measure(value: Any) -> int:
-        return len(value) if isinstance(value, str | bytes | list | tuple) else 0
-
-    def replace_text(eval_ctx: Any, text: str, old: str, new: str, count: int | None = None) -> str:
-        check_replacement(str(text), str(old), str(new), -1 if count is None else count)
-        replaced: str = DEFAULT_FILTERS["replace"](eval_ctx, text, old, new, count)
-        return replaced
-
-    def check_replacement(text: str, old: str, new: str, count: int = -1) -> None:
-        occurrences = text.count(old)
-        if count >= 0:
-            occurrences = min(occurrences, count)
-        check_length(len(text) + occurrences * len(new))
-
-    def center_text(value: str, width: int = 80) -> str:
-        check_width(width)
-        return str(value).center(width)
-
-    def batch_values(values: Any, count: int, fill: Any = None) -> Any:
-        check_width(count)
-        return DEFAULT_FILTERS["batch"](values, count, fill)
-
-    def slice_values(values: Any, count: int, fill: Any = None) -> Any:
-        check_width(count)
-        return DEFAULT_FILTERS["slice"](values, count, fill)
-
-    def format_text(value: str, *arguments: Any, **keywords: Any) -> str:
-        check_printf(str(value), arguments)
-        return str(value) % (keywords or arguments)
-
-    def indent_text(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-        check_width(len(width) if isinstance(width, str) else width)
-        check_length(len(text) + (text.count("\n") + 1) * (len(width) if isinstance(width, str) else width))
-        indented: str = DEFAULT_FILTERS["indent"](text, width, first, blank)
-        return indented
-
-    def join_values(eval_ctx: Any, values: Any, separator: str = "", attribute: Any = None) -> str:
-        items = list(values)
-        texts = sum(measure(item) for item in items) if attribute is None else 0
-        check_length(texts + len(items) * len(str(separator)))
-        joined: str = DEFAULT_FILTERS["join"](eval_ctx, items, separator, attribute)
-        return joined
-
-    class BoundedSandbox(ImmutableSandboxedEnvironment):
-        """A sandbox in which a short template cannot exhaust memory or time.
-
-        Products, sums, formats and padded texts have bounds, and so has the number of iterations of a rendering.
-        """
-
-        intercepted_binops = frozenset({"*", "**", "+", "%"})
-        iterations = 0
-        joined_characters = 0
-
-        def start_rendering(self) -> None:
-            """Set the counts of a rendering to zero."""
-            self.iterations = 0
-            self.joined_characters = 0
-
-        def count_iteration(self) -> None:
-            """Raise JinjaError after the last iteration or call that a rendering may have."""
-            self.iterations += 1
-            if self.iterations > _MAX_ITERATIONS:
-                raise JinjaError(f"its loops and calls have more than {_MAX_ITERATIONS:,} iterations")
-
-        def count_joined(self, length: int) -> None:
-            """Raise JinjaError if a text, or all joined texts of the rendering together, are too long."""
-            check_length(length)
-            self.joined_characters += length
-            if self.joined_characters > _MAX_JOINED_CHARACTERS:
-                raise JinjaError(f"it joins texts of more than {_MAX_JOINED_CHARACTERS:,} characters in all")
-
-        def concat(self, texts: Any) -> str:  # type: ignore[override]
-            """Join the texts of a block or a macro."""
-            sections = []
-            length = 0
-            for text in texts:
-                length += len(text)
-                check_length(length)
-                sections.append(text)
-            self.count_joined(length)
-            return "".join(sections)
-
-        def join_operands(self, *operands: Any) -> str:
-            """Return the result of the operator `~`."""
-            return self.concat(map(str, operands))
-
-        def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-            template = super()._parse(source, name, filename)
-            for loop in template.find_all(nodes.For):
-                loop.body.insert(0, nodes.ExprStmt(call_method("count_iteration", [], loop.lineno), lineno=loop.lineno))
-            bounded_template: nodes.Template = ConcatBounder().visit(template)
-            return bounded_template
-
-        def wrap_str_format(self, value: Any) -> Any:
-            wrapped = super().wrap_str_format(value)
-            if wrapped is None:
-                return None
-
-            def format_checked(*arguments: Any, **keywords: Any) -> str:
-                check_str_format(value.__self__, [*arguments, *keywords.values()])
-                formatted: str = wrapped(*arguments, **keywords)
-                return formatted
-
-            return format_checked
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            for value, count in ((left, right), (right, left)):
-                is_repetition = isinstance(value, str | bytes | list | tuple) and isinstance(count, int)
-                if operator == "*" and is_repetition and len(value) * count > _MAX_REPETITION:
-                    raise JinjaError(f"it repeats a value to more than {_MAX_REPETITION:,} characters")
-            if operator == "**" and isinstance(right, int):
-                if abs(right) > _MAX_EXPONENT:
-                    raise JinjaError(f"it has an exponent above {_MAX_EXPONENT:,}")
-                if isinstance(left, int) and left.bit_length() * right > _MAX_POWER_BITS:
-                    raise JinjaError(f"it has a power of more than {_MAX_POWER_BITS:,} bits")
-            if operator == "+":
-                self.count_joined(measure(left) + measure(right))
-            if operator == "%" and isinstance(left, str | bytes):
-                check_printf(left if isinstance(left, str) else left.decode("latin-1"), right)
-            return super().call_binop(context, operator, left, right)
-
-        def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-            __self.count_iteration()
-            owner = getattr(__obj, "__self__", None)
-            name = getattr(__obj, "__name__", "")
-            if isinstance(owner, str | bytes):
-                if name in ("center", "ljust", "rjust", "zfill", "expandtabs"):
-                    for argument in (*args, *kwargs.values()):
-                        check_width(argument)
-                if name == "expandtabs":
-                    check_length(len(owner) * int((*args, *kwargs.values(), 8)[0]))
-                if name == "replace" and len(args) >= 2:
-                    check_replacement(owner, *args[:3])  # type: ignore[arg-type]
-                if name == "join" and args:
-                    items = list(args[0])
-                    check_length(sum(map(measure, items)) + len(items) * len(owner))
-                    args = (items,)
-            return super().call(__context, __obj, *args, **kwargs)
-
-    environment = BoundedSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, loopcontrols])
-    environment.filters |= {
-        "tojson": to_json,
-        "replace": pass_eval_context(replace_text),
-        "center": center_text,
-        "format": format_text,
-        "indent": indent_text,
-        "join": pass_eval_context(join_values),
-        "batch": batch_values,
-        "slice": slice_values,
-    }
-    del environment.globals["lipsum"]  # it writes any number of paragraphs, and no chat has them
-    environment.globals["raise_exception"] = raise_exception
-    return environment
 
 
 def find_template(folder: Path) -> str | None:
