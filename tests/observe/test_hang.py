@@ -28,7 +28,7 @@ from megascale.core.calls import READER, Call, CallLog, CallRecord, GroupCounts,
 from megascale.core.layout import Layout, lay_out
 from megascale.core.status import StatusFile, read_status
 from megascale.errors import DataError
-from megascale.observe.hang.evidence import collect_evidence, read_process_state
+from megascale.observe.hang.evidence import collect_evidence, read_process_state, signal_main_thread
 from megascale.observe.hang.flight import FlightDump, read_flight
 from megascale.observe.hang.scene import RankEvidence, Scene
 from megascale.observe.hang.verdict import Hang, examine_run, explain_hang
@@ -534,7 +534,7 @@ work()
     try:
         wait_for_events(tmp_path, child, 1)
         for _ in range(600):
-            os.kill(child.pid, signal.SIGUSR2)
+            signal_main_thread(child.pid, int(signal.SIGUSR2))
             time.sleep(0.0005)  # so that each is taken: one that waits swallows the next
         scene, _ = examine_run(tmp_path, watch_seconds=0.0)
         assert scene.ranks[0].answered

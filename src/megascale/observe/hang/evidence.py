@@ -268,7 +268,7 @@ def _ask_for_stacks(status: Path, flight: Path, evidence: dict[int, RankEvidence
         (flight / f"rank-{rank}.json").unlink(missing_ok=True)
         with suppress(OSError):
             os.truncate(status / f"rank-{rank}.stack", 0)
-            _signal_main_thread(item.pid, number)
+            signal_main_thread(item.pid, number)
         if ask_for_flight(status, rank):
             asked_for_flight.add(rank)
         if item.record is None:
@@ -353,7 +353,7 @@ def _ask_nccl_watchdog(pipe: Path) -> None:
             os.close(descriptor)
 
 
-def _signal_main_thread(pid: int, number: int) -> None:
+def signal_main_thread(pid: int, number: int) -> None:
     """Send signal `number` to the main thread of a process. Raises OSError if the process is gone.
 
     The kernel may deliver a signal for the whole process to another thread while the main thread is inside the kernel,
