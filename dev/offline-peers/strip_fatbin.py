@@ -5,6 +5,7 @@
 Entries of the section .nv_fatbin keep their headers and sizes, so that offsets stay valid. An entry that is kept is
 left as it is. The output packs well, since zeros compress to nothing. Prints the bytes per kind and architecture.
 """
+
 import struct
 import sys
 from collections import Counter
@@ -20,7 +21,7 @@ def find_section(data, name):
     names = headers[names_index][4]
     for header in headers:
         end = data.index(b"\0", names + header[0])
-        if data[names + header[0]:end] == name:
+        if data[names + header[0] : end] == name:
             return header[4], header[5]
     raise SystemExit(f"no section {name}")
 
@@ -50,7 +51,7 @@ def main():
                 kept[key] += payload
             else:
                 begin = entry + entry_header
-                data[begin:begin + payload] = bytes(payload)
+                data[begin : begin + payload] = bytes(payload)
             entry += entry_header + payload
         assert entry == stop, (hex(entry), hex(stop))
         position = stop
