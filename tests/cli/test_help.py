@@ -172,18 +172,19 @@ def test_an_unknown_command_is_an_error_that_names_the_commands(arguments, names
 
 
 @pytest.mark.parametrize(
-    ("arguments", "option"),
+    ("arguments", "error"),
     [
-        (["data", "build", "--stdlib", "--out", ""], "--out"),
-        (["data", "build", "--input=", "--out", "data"], "--input"),
-        (["monitoring", ""], "FOLDER"),
+        (["data", "build", "--stdlib", "--out", ""], "Invalid value for '--out'"),
+        (["data", "build", "--input=", "--out", "data"], "Invalid value for '--input'"),
+        (["data", "build", "--input", "", "--out", "."], "Invalid value: "),
+        (["monitoring", ""], "Invalid value for 'FOLDER'"),
     ],
 )
-def test_an_empty_path_is_not_the_working_directory(arguments, option, tmp_path, monkeypatch):
+def test_an_empty_path_is_not_the_working_directory(arguments, error, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("text " * 100)
     done = CliRunner(env={"COLUMNS": "300"}).invoke(app, arguments)
     assert done.exit_code == 2
-    assert f"Invalid value for '{option}'" in done.output
+    assert error in done.output
     assert "the path is empty; name a file or a folder, or . for the working directory" in done.output
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]

@@ -43,19 +43,22 @@ class ReadableCommand(ReadableHelp, TyperCommand):
         Raises BadParameter for an empty path, such as an unset variable of the shell. It would be read as the working
         directory.
         """
-        given = list(args)
+        arguments = list(args)  # the parser empties `args`
         remaining: list[str] = super().parse_args(ctx, args)
-        has_empty = any(not argument or re.fullmatch(r"-[^=]*=", argument) for argument in given)
-        has_dot = any(argument.rpartition("=")[2].rstrip("/") == "." for argument in given)
-        if not has_empty or has_dot:
+        if not any(not argument or re.fullmatch(r"-[^=]*=", argument) for argument in arguments):
             return remaining
+        # An empty path and "." are the same Path, so the number of dots distinguishes them.
+        dot_count = sum(argument.rpartition("=")[2].rstrip("/") == "." for argument in arguments)
         parameters: list[Any] = self.get_params(ctx)
+        blank_parameters = []
         for parameter in parameters:
             value = ctx.params.get(parameter.name)
             values = value if isinstance(value, list | tuple) else [value]
-            if Path() in values and value != parameter.default:
-                message = "the path is empty; name a file or a folder, or . for the working directory"
-                raise typer.BadParameter(message, ctx=ctx, param=parameter)
+            if value != parameter.default:
+                blank_parameters += [parameter] * values.count(Path())
+        if len(blank_parameters) > dot_count:
+            message = "the path is empty; name a file or a folder, or . for the working directory"
+            raise typer.BadParameter(message, ctx=ctx, param=blank_parameters[0] if not dot_count else None)
         return remaining
 
 

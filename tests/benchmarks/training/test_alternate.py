@@ -41,9 +41,9 @@ def test_values_take_turns_and_train_alike(benchmarks, tmp_path):
     record = json.loads((tmp_path / "a.json").read_text())
     assert (record["processes"], record["setting"]) == (2, "parallel.recompute")
     assert [item["name"] for item in record["values"]] == ["none", "selective", "full"]
-    assert all(len(one["seconds"]) == 4 and min(one["seconds"]) > 0 for one in record["values"])
+    assert all(len(item["seconds"]) == 4 and min(item["seconds"]) > 0 for item in record["values"])
     # The learning rate is zero: every step of every value sees the same weights.
-    losses = [loss for one in record["values"] for loss in one["losses"]]
+    losses = [loss for item in record["values"] for loss in item["losses"]]
     assert losses == pytest.approx([losses[0]] * 12, rel=1e-5)
     assert "selective" in result.stdout
 

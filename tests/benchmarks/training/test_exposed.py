@@ -55,12 +55,12 @@ def test_events_are_sorted_into_kinds():
 )
 def test_copies_belong_to_the_only_exchange(exchanges: list[str], expected: str):
     """With ZeRO-3 gathers and reductions are copies too, and the events of a trace do not say which."""
-    made = {name: object() for name in exchanges}
+    exchanges_by_kind = {name: object() for name in exchanges}
     engine = SimpleNamespace(
-        tensor_axis=SimpleNamespace(exchange=made.get("tensor")),
-        gather_exchange=made.get("gather"),
-        reduction_exchange=made.get("reduction"),
-        list_exchanges=lambda: list(made.values()),
+        tensor_axis=SimpleNamespace(exchange=exchanges_by_kind.get("tensor")),
+        gather_exchange=exchanges_by_kind.get("gather"),
+        reduction_exchange=exchanges_by_kind.get("reduction"),
+        list_exchanges=lambda: list(exchanges_by_kind.values()),
     )
     if " " in expected and not expected.startswith("data"):
         with pytest.raises(ConfigError, match=expected):

@@ -41,13 +41,14 @@ from megascale.resilience.agent.attempt_orders import (
     make_common_environment,
     read_data_size,
 )
+from megascale.resilience.agent.blocked_ranks import explain_blocked_ranks
 from megascale.resilience.agent.dying_processes import DyingProcesses
 from megascale.resilience.agent.early_processes import EarlyProcesses
 from megascale.resilience.agent.foreign_program import ForeignProgram
 from megascale.resilience.agent.fork_server_link import ForkServerLink
 from megascale.resilience.agent.fork_server_process import LOG_FILE, ForkServerProcess
 from megascale.resilience.agent.leftover_processes import kill_rank_processes
-from megascale.resilience.agent.process_usage import is_being_killed, is_ending, read_usage
+from megascale.resilience.agent.process_usage import is_being_killed, read_usage
 from megascale.resilience.agent.rank_programs import MegascaleTrainer, Progress, RankProgram, TrainerProcess
 from megascale.resilience.agent.replacement_reasons import ReplacementReasons
 from megascale.resilience.agent.worker_report import describe_worker
@@ -498,38 +499,12 @@ class Trainers:
             await asyncio.sleep(_POLL_SECONDS)
         kill_start = time.monotonic()
         while self.list_running() and self._fork_server.process is not None:
-            problem = self._explain_blocked_ranks(self.list_running(), kill_start)
+            problem = explain_blocked_ranks(self.list_running(), kill_start, self._limits.window)
             if problem:
                 return problem
             self._signal_ranks(signal.SIGKILL)
             await asyncio.sleep(_POLL_SECONDS)
         return ""
-
-    def _explain_blocked_ranks(self, trainers: Sequence[TrainerProcess], kill_start: float) -> str:
-        """Return why some of the ranks do not end, or an empty text while all of them may still end.
-
-        A process has `resilience.window` seconds to begin its end after SIGKILL. The kernel needs more time to free a
-        large memory, and the fork server to create a process. Both have two windows, as the driver waits no longer.
-
-        Args:
-            kill_start: when the agent began to kill ranks, on the monotonic clock.
-        """
-        current_time = time.monotonic()
-        limit = self._limits.window
-        is_late = current_time - kill_start > 2 * limit
-        if is_late:
-            limit *= 2
-        blocked = []
-        for trainer in trainers:
-            may_end = trainer.kill_time == 0 or current_time - trainer.kill_time <= limit
-            if is_late or not (may_end or is_ending(trainer.pid)):
-                blocked.append(f"rank {trainer.rank} (process {trainer.pid or 'not created yet'})")
-        if not blocked:
-            return ""
-        return (
-            f"SIGKILL has not ended {', '.join(blocked)} within {limit:g} s: a device or disk blocks them, or their "
-            "fork server is stopped; see the kernel's log of this node"
-        )
 
     async def _await_leaving(self, seconds: float, *, joins_at_once: bool) -> None:
         """Order the ranks to leave the attempt after their step, and wait at most `seconds` until they are parked."""
@@ -560,7 +535,7 @@ class Trainers:
                     active.append(trainer)
             if not active:
                 return ""
-            problem = self._explain_blocked_ranks(active, deadline)
+            problem = explain_blocked_ranks(active, deadline, self._limits.window)
             if problem:
                 return problem
             is_late = time.monotonic() >= deadline
